@@ -1,0 +1,186 @@
+"""``QuarotConfig``: everything that decides what a quantised model is, frozen, validated, and exactly what ``config.json`` stores."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+FORMAT_VERSION = 1
+"""Version of the checkpoint format; a larger one in a checkpoint is refused, never guessed at."""
+
+_W_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
+_A_BITS = (4, 6, 8, 16)
+_KV_BITS = (2, 3, 4, 8, 16)
+_OVERRIDABLE = ("w_bits", "w_method", "w_group_size", "w_symmetric", "w_clip", "a_bits", "a_clip", "a_group_size")
+
+
+@dataclass(repr=False)
+class QuarotConfig(QuantizationConfigMixin):
+    """What to quantise, to how many bits, and how. The defaults are the paper's W4A4KV4 GPTQ recipe (sections 4 and 5).
+
+    Attributes:
+        w_bits: weight bits, 2-8; 16 leaves the weights in the model's dtype.
+        w_method: ``"gptq"`` or ``"rtn"`` (round to nearest).
+        w_group_size: inputs that share one weight scale; None = one scale per output channel (the paper).
+        w_symmetric: symmetric codes ``-2^(b-1) .. 2^(b-1)-1`` (the paper), or asymmetric with a zero point.
+        w_clip: search each scale's clip ratio over the squared error (the paper), or use the plain range.
+        a_bits: activation bits per token, 4, 6 or 8; 16 leaves activations in the model's dtype.
+        a_clip: constant clip ratio of the activations (the paper: 0.9).
+        a_group_size: inputs that share one activation scale; None = one per token (the paper).
+        k_bits, v_bits: bits of cached keys and values: 2, 3, 4, 8, or 16 for none.
+        kv_group_size: channels of a head that share one scale and offset; reduced to head_dim where that is smaller.
+        kv_clip: constant clip ratio of keys and values (the paper: 0.95).
+        gptq_damping: fraction of the mean Hessian diagonal added to it; grows tenfold until the factorisation succeeds.
+        gptq_act_order: quantise input columns by falling Hessian diagonal.
+        gptq_block_size: columns between two lazy updates.
+        calibration_samples, calibration_length: token windows that GPTQ sees, and tokens in each (the paper: 128 x 2048).
+        seed: draws the calibration windows.
+        ignore: names or ``re:`` regular expressions of linear modules left in the model's dtype.
+        overrides: ``{regex: {field: value}}`` for single linear modules; later entries win.
+        rotation: the :class:`~quarot.rotation.plan.RotationPlan` the model was rotated with, as JSON; None = not rotated.
+    """
+
+    quant_method: str = "quarot"  # type: ignore[assignment]
+    format_version: int = FORMAT_VERSION
+    w_bits: int = 4
+    w_method: str = "gptq"
+    w_group_size: int | None = None
+    w_symmetric: bool = True
+    w_clip: bool = True
+    a_bits: int = 4
+    a_clip: float = 0.9
+    a_group_size: int | None = None
+    k_bits: int = 4
+    v_bits: int = 4
+    kv_group_size: int = 128
+    kv_clip: float = 0.95
+    gptq_damping: float = 0.01
+    gptq_act_order: bool = False
+    gptq_block_size: int = 128
+    calibration_samples: int = 128
+    calibration_length: int = 2048
+    seed: int = 0
+    ignore: list[str] = field(default_factory=lambda: ["lm_head"])
+    overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
+    rotation: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ignore", list(self.ignore))
+        self._one_of("quant_method", ("quarot",))
+        self._one_of("w_bits", _W_BITS)
+        self._one_of("w_method", ("gptq", "rtn"))
+        self._one_of("a_bits", _A_BITS)
+        self._one_of("k_bits", _KV_BITS)
+        self._one_of("v_bits", _KV_BITS)
+        for name in ("a_clip", "kv_clip"):
+            self._in_range(name, 0.0, 1.0)
+        self._in_range("gptq_damping", 0.0, 1.0)
+        for name in ("w_group_size", "a_group_size"):
+            if getattr(self, name) is not None:
+                self._positive(name)
+        for name in ("kv_group_size", "gptq_block_size", "calibration_samples", "calibration_length", "format_version"):
+            self._positive(name)
+        for pattern, values in self.overrides.items():
+            self._compile(pattern)
+            unknown = sorted(set(values) - set(_OVERRIDABLE))
+            if unknown:
+                raise ValueError(f"overrides[{pattern!r}]: {unknown} cannot be overridden; choose from {list(_OVERRIDABLE)}")
+            dataclasses.replace(self, overrides={}, **values)
+        for entry in self.ignore:
+            if entry.startswith("re:"):
+                self._compile(entry[3:])
+        object.__setattr__(self, "_frozen", True)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if getattr(self, "_frozen", False):
+            raise AttributeError(f"QuarotConfig is frozen; use config.replace({name}={value!r})")
+        object.__setattr__(self, name, value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, QuarotConfig) and self.to_dict() == other.to_dict()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuarotConfig:
+        return type(self).from_dict(self.to_dict())
+
+    def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
+        if getattr(self, name) not in allowed or isinstance(getattr(self, name), bool):
+            raise ValueError(f"{name}={getattr(self, name)!r} is not supported; choose from {list(allowed)}")
+
+    def _in_range(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, (int, float)) or not low < value <= high:
+            raise ValueError(f"{name}={value!r} must be above {low} and at most {high}")
+
+    def _positive(self, name: str) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be a positive integer")
+
+    @staticmethod
+    def _compile(pattern: str) -> re.Pattern[str]:
+        try:
+            return re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
+
+    def replace(self, **changes: Any) -> QuarotConfig:
+        """A copy with some fields changed, validated again."""
+        return dataclasses.replace(self, **changes)
+
+    def ignores(self, module_name: str) -> bool:
+        """Whether the linear module of this name stays in the model's dtype.
+
+        A plain entry matches the whole name or its last components (``"lm_head"``, ``"mlp.down_proj"``); an entry that
+        starts with ``re:`` is a regular expression for the whole name.
+        """
+        for entry in self.ignore:
+            if entry.startswith("re:"):
+                if re.fullmatch(entry[3:], module_name):
+                    return True
+            elif module_name == entry or module_name.endswith("." + entry):
+                return True
+        return False
+
+    def for_module(self, module_name: str) -> QuarotConfig:
+        """The configuration of one linear module, with the matching overrides applied."""
+        values: dict[str, Any] = {}
+        for pattern, override in self.overrides.items():
+            if re.fullmatch(pattern, module_name):
+                values.update(override)
+        return self.replace(overrides={}, **values) if values else self
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON form; what ``config.json`` stores under ``quantization_config``."""
+        return dataclasses.asdict(self)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """All fields: a checkpoint states its settings in full, whatever later defaults are."""
+        return self.to_dict()
+
+    def update(self, **kwargs: Any) -> dict[str, Any]:
+        """Change nothing (the configuration is frozen) and hand every keyword back as unused."""
+        return kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: a ``format_version`` newer than this library reads, or an unknown field.
+        """
+        data = dict(config_dict)
+        version = data.get("format_version", FORMAT_VERSION)
+        if isinstance(version, int) and version > FORMAT_VERSION:
+            raise ValueError(
+                f"this checkpoint has quarot format_version {version}; this quarot reads up to {FORMAT_VERSION}: upgrade quarot"
+            )
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise ValueError(f"QuarotConfig: unknown fields {unknown}; known are {sorted(known)}")
+        config = cls(**data)
+        return (config, kwargs) if return_unused_kwargs else config
