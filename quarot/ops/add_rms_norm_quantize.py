@@ -1,0 +1,45 @@
+"""``add_rms_norm_quantize``: residual add, RMSNorm without gain, and the per-token quantiser, in one pass.
+
+``sum = x + residual`` in x's dtype (x itself without a residual); ``h = sum * (1 / sqrt(mean(sum^2) + eps))`` in fp32; the
+codes are those of :mod:`quarot.ops.quantize_per_token` on ``h``, which is not rounded to x's dtype. The gain is missing
+because rotation folds it into the following weights (paper, section 4, stage 1a). A kernel sums the squares in its own
+order, so ``h`` may differ in the last bits: scales agree to 1e-6, codes within one in places that lie on a rounding edge.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quarot.ops.quantize_per_token import check_bits, empty_codes, quantize_rows
+from quarot.ops.registry import define_op
+
+
+def reference(
+    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Specification; see the module."""
+    # An op may not return its input, hence the copy.
+    total = x.clone() if residual is None else x + residual
+    wide = total.float()
+    norm = 1.0 / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
+    codes, scale = quantize_rows(wide * norm, bits, clip, packed)
+    return codes, scale, total
+
+
+def fake(
+    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Shapes and dtypes of the outputs."""
+    check_bits(bits, packed)
+    codes, scale = empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
+    return codes, scale, torch.empty_like(x)
+
+
+add_rms_norm_quantize = define_op(
+    "add_rms_norm_quantize",
+    "(Tensor x, Tensor? residual, float eps, int bits, float clip, bool packed=False)"
+    " -> (Tensor codes, Tensor scale, Tensor sum)",
+    reference=reference,
+    fake=fake,
+)
+"""``(x [..., K], residual, eps, bits, clip, packed=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M], sum)``."""

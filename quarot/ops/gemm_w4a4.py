@@ -1,0 +1,100 @@
+"""``gemm_w4a4``: integer activation codes times packed INT4 weights (paper, section 4, stage 2a).
+
+M tokens, K inputs (Kp padded to 32), N outputs (Np padded to 16), G groups of K/G inputs (a multiple of 32).
+
+    acc[m, n] = sum_k codes[m, k] * weight[n, k]                       int32, exact
+    out[m, n] = (float(acc) * row_scale[m]) * weight_scale[n] + bias[n]     fp32, cast to out_dtype last
+
+With groups the partial sums ``float(acc_g) * weight_scale[n, g]`` are added in fp32 in the order of g, then multiplied by
+row_scale. The accumulator never passes through a half: 7 * 7 * 11008 = 539392 is far beyond fp16.
+
+``codes`` int8 [M, Kp] of 4, 6 or 8 bits, or uint8 [M, Kp/2] (packed int4); ``row_scale`` fp32 [M]; ``qweight`` int4 tiles
+(:mod:`quarot.quantization.packing`); ``weight_scale`` fp32 [N] or [N, G]; ``bias`` [N] or None.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quarot.ops.integer_matmul import scaled_integer_matmul
+from quarot.ops.registry import define_op
+from quarot.quantization.packing import unpack_int4_tiles, unpack_nibbles
+
+_unpacked_on_cpu: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def unpacked(qweight: torch.Tensor) -> torch.Tensor:
+    """int8 [Np, Kp] view of int4 tiles for the reference.
+
+    On the CPU it is kept beside the tiles while they live (one byte a weight more, never saved), since unpacking costs
+    more than the product of a short prompt; on a GPU it is made anew, because there memory is what INT4 is for.
+    """
+    n, k = qweight.shape[0] * 16, qweight.shape[1] * 32
+    if qweight.device.type != "cpu":
+        return unpack_int4_tiles(qweight, n, k)
+    state = (qweight.data_ptr(), 0 if qweight.is_inference() else qweight._version, qweight.shape)
+    kept = _unpacked_on_cpu.get(qweight)
+    if kept is None or kept[0] != state:
+        kept = (state, unpack_int4_tiles(qweight, n, k))
+        _unpacked_on_cpu[qweight] = kept
+    return kept[1]
+
+
+def reference(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    packed_activations: bool = False,
+) -> torch.Tensor:
+    """Specification; see the module."""
+    _check(codes, row_scale, qweight, weight_scale, packed_activations)
+    codes = unpack_nibbles(codes) if packed_activations else codes
+    weight = unpacked(qweight)[: weight_scale.shape[0]]
+    return scaled_integer_matmul(codes, row_scale, weight, weight_scale, bias, out_dtype, w_max=8)
+
+
+def fake(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    packed_activations: bool = False,
+) -> torch.Tensor:
+    """Shape and dtype of the output."""
+    return codes.new_empty((codes.shape[0], weight_scale.shape[0]), dtype=out_dtype)
+
+
+def _check(
+    codes: torch.Tensor, row_scale: torch.Tensor, qweight: torch.Tensor, weight_scale: torch.Tensor, packed: bool
+) -> None:
+    width = codes.shape[1] * (2 if packed else 1)
+    n = weight_scale.shape[0]
+    if (
+        qweight.ndim != 3
+        or width != qweight.shape[1] * 32
+        or not qweight.shape[0] * 16 - 16 < n <= qweight.shape[0] * 16
+    ):
+        raise ValueError(
+            f"gemm_w4a4: codes {tuple(codes.shape)}{' (packed)' if packed else ''} and weight_scale {tuple(weight_scale.shape)}"
+            f" do not fit int4 tiles {tuple(qweight.shape)} = [{16 * qweight.shape[0]} outputs, {32 * qweight.shape[1]} inputs]"
+        )
+    if row_scale.shape != codes.shape[:1]:
+        raise ValueError(
+            f"gemm_w4a4: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes"
+        )
+
+
+gemm_w4a4 = define_op(
+    "gemm_w4a4",
+    "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype,"
+    " bool packed_activations=False) -> Tensor",
+    reference=reference,
+    fake=fake,
+)
+"""``(codes, row_scale [M], qweight tiles, weight_scale [N] | [N, G], bias [N] | None, out_dtype, packed_activations) -> [M, N]``."""

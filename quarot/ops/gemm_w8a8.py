@@ -1,0 +1,59 @@
+"""``gemm_w8a8``: integer activation codes times int8 weights; the arithmetic of :mod:`quarot.ops.gemm_w4a4` exactly.
+
+``codes`` int8 [M, Kp], ``row_scale`` fp32 [M], ``qweight`` int8 [N, Kp] (zeros behind K; N is not padded), ``weight_scale``
+fp32 [N] or [N, G], ``bias`` [N] or None; returns [M, N] in ``out_dtype``. Also serves weights of 2, 3, 5, 6 and 7 bits,
+widened to int8.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quarot.ops.integer_matmul import scaled_integer_matmul
+from quarot.ops.registry import define_op
+
+
+def reference(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Specification; see the module."""
+    _check(codes, row_scale, qweight, weight_scale)
+    return scaled_integer_matmul(codes, row_scale, qweight, weight_scale, bias, out_dtype)
+
+
+def fake(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Shape and dtype of the output."""
+    return codes.new_empty((codes.shape[0], weight_scale.shape[0]), dtype=out_dtype)
+
+
+def _check(codes: torch.Tensor, row_scale: torch.Tensor, qweight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+    if qweight.ndim != 2 or codes.shape[1] != qweight.shape[1] or weight_scale.shape[0] != qweight.shape[0]:
+        raise ValueError(
+            f"gemm_w8a8: codes {tuple(codes.shape)}, qweight {tuple(qweight.shape)} and weight_scale"
+            f" {tuple(weight_scale.shape)} do not fit; expected [M, Kp], [N, Kp] and [N] or [N, G]"
+        )
+    if row_scale.shape != codes.shape[:1]:
+        raise ValueError(
+            f"gemm_w8a8: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes"
+        )
+
+
+gemm_w8a8 = define_op(
+    "gemm_w8a8",
+    "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    reference=reference,
+    fake=fake,
+)
+"""``(codes int8 [M, Kp], row_scale [M], qweight int8 [N, Kp], weight_scale [N] | [N, G], bias, out_dtype) -> [M, N]``."""

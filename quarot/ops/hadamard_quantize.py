@@ -1,0 +1,39 @@
+"""``hadamard_quantize``: the structured Hadamard of :mod:`quarot.ops.hadamard`, then :mod:`quarot.ops.quantize_per_token`.
+
+Equivalent to ``quantize_per_token(hadamard(x.float(), order, pow2, inner), bits, clip, packed)``: nothing is rounded to
+the input's dtype in between. (A tensor-core kernel may round once to fp16 between the two Hadamard factors; its codes
+then differ from these by one in fewer than 0.2 % of places.) This is R4 and the cross-head Hadamard of the paper's
+section 4, fused with the quantiser of the linear layer behind it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quarot.ops import hadamard
+from quarot.ops.quantize_per_token import check_bits, empty_codes, quantize_rows
+from quarot.ops.registry import define_op
+
+
+def reference(
+    x: torch.Tensor, order: int, pow2: int, inner: int, bits: int, clip: float, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Specification; see the module."""
+    return quantize_rows(hadamard.reference(x.float(), order, pow2, inner), bits, clip, packed)
+
+
+def fake(
+    x: torch.Tensor, order: int, pow2: int, inner: int, bits: int, clip: float, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes and dtypes of the outputs."""
+    check_bits(bits, packed)
+    return empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
+
+
+hadamard_quantize = define_op(
+    "hadamard_quantize",
+    "(Tensor x, int order, int pow2, int inner, int bits, float clip, bool packed=False) -> (Tensor codes, Tensor scale)",
+    reference=reference,
+    fake=fake,
+)
+"""``(x [..., K], order, pow2, inner, bits, clip, packed=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M])``."""

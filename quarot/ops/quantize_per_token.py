@@ -1,0 +1,85 @@
+"""``quantize_per_token``: symmetric integer codes of each row (paper, section 4, "quantizing activations").
+
+M rows (the product of the leading dimensions), K columns, Kp = K rounded up to 32. All arithmetic is fp32, every
+operation rounded by itself (no FMA), so that a kernel can be equal bit for bit:
+
+    absmax = max |x|                         over the row
+    s      = absmax * fp32(clip / qmax)      qmax = 2^(bits-1) - 1
+    s < 2^-126      -> s = 0,   codes 0      (zero rows; a subnormal scale never reaches the GEMM)
+    s not finite    -> s = NaN, codes 0      (NaN and inf stay in their row)
+    otherwise       -> code = clamp(rint(x * (1/s)), -qmax-1, qmax)     half to even
+
+Input fp16, bf16, fp32 (or wider, rounded to fp32 first). ``value ~ code * s``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quarot.ops.registry import define_op
+from quarot.quantization.packing import K_ALIGNMENT, pack_nibbles, padded
+
+SMALLEST_SCALE = 2.0**-126
+"""The smallest normal fp32: smaller scales become zero."""
+
+
+def check_bits(bits: int, packed: bool) -> None:
+    """Raise ValueError for a code width the ops do not have."""
+    if not 2 <= bits <= 8:
+        raise ValueError(f"activation codes have 2 to 8 bits, not {bits}")
+    if packed and bits != 4:
+        raise ValueError(f"packed activations are 4-bit codes, two a byte; bits={bits} needs packed=False")
+
+
+def quantize_rows(x: torch.Tensor, bits: int, clip: float, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule of the module on ``x`` [..., K]: codes (int8 [M, Kp] or packed uint8 [M, Kp/2]) and scale fp32 [M]."""
+    check_bits(bits, packed)
+    rows = x.float().reshape(x.shape[:-1].numel(), x.shape[-1])
+    qmax = 2 ** (bits - 1) - 1
+    absmax = rows.abs().amax(-1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
+    scale = absmax * clip_over_qmax(clip, bits)
+    scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    usable = scale > 0
+    inverse = torch.where(usable, scale.reciprocal(), 0.0)
+    values = torch.where(usable, rows * inverse, 0.0).round_().clamp_(-qmax - 1, qmax)
+    codes = torch.nn.functional.pad(values.to(torch.int8), (0, padded(rows.shape[1], K_ALIGNMENT) - rows.shape[1]))
+    return (pack_nibbles(codes) if packed else codes), scale.squeeze(-1)
+
+
+def clip_over_qmax(clip: float, bits: int) -> float:
+    """``clip / qmax`` rounded once to fp32, as a Python float."""
+    return torch.tensor(clip / (2 ** (bits - 1) - 1), dtype=torch.float32).item()
+
+
+def empty_codes(
+    rows: int | torch.SymInt, k: int, packed: bool, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised codes and scale for ``rows`` rows of ``k`` columns, on the device of ``like``."""
+    width = padded(k, K_ALIGNMENT)
+    codes = (
+        like.new_empty((rows, width // 2), dtype=torch.uint8)
+        if packed
+        else like.new_empty((rows, width), dtype=torch.int8)
+    )
+    return codes, like.new_empty((rows,), dtype=torch.float32)
+
+
+def reference(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Specification; see the module."""
+    return quantize_rows(x, bits, clip, packed)
+
+
+def fake(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shapes and dtypes of the outputs."""
+    check_bits(bits, packed)
+    return empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
+
+
+quantize_per_token = define_op(
+    "quantize_per_token",
+    "(Tensor x, int bits, float clip, bool packed=False) -> (Tensor codes, Tensor scale)",
+    reference=reference,
+    fake=fake,
+)
+"""``(x [..., K], bits, clip, packed=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M])``."""
