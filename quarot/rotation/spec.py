@@ -36,7 +36,8 @@ class HadamardSpec:
             raise ValueError(f"HadamardSpec: a Hadamard matrix has order 1, 2 or a multiple of 4, got {self.order}")
         if self.size % (self.order * self.pow2 * self.inner):
             raise ValueError(
-                f"HadamardSpec: size {self.size} is not a multiple of order {self.order} * pow2 {self.pow2} * inner {self.inner}"
+                f"HadamardSpec: size {self.size} is not a multiple of order {self.order} * pow2 {self.pow2} "
+                f"* inner {self.inner}"
             )
 
     @property
