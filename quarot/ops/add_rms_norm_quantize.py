@@ -1,9 +1,9 @@
 """``add_rms_norm_quantize``: residual add, RMSNorm without gain, and the per-token quantiser, in one pass.
 
-``sum = x + residual`` in x's dtype (x itself without a residual); ``h = sum * (1 / sqrt(mean(sum^2) + eps))`` in fp32; the
-codes are those of :mod:`quarot.ops.quantize_per_token` on ``h``, which is not rounded to x's dtype. The gain is missing
-because rotation folds it into the following weights (paper, section 4, stage 1a). A kernel sums the squares in its own
-order, so ``h`` may differ in the last bits: scales agree to 1e-6, codes within one in places that lie on a rounding edge.
+``sum = x + residual`` in x's dtype (x itself without a residual); ``h = sum * (1 / sqrt(mean(sum^2) + eps))`` in fp32;
+the codes are those of :mod:`quarot.ops.quantize_per_token` on ``h``, which is not rounded to x's dtype. The gain is
+missing because rotation folds it into the following weights (paper, section 4, stage 1a). A kernel sums the squares in
+its own order, so ``h`` may differ in the last bits: scales agree to 1e-6, codes within one on a rounding edge.
 """
 
 from __future__ import annotations
@@ -42,4 +42,4 @@ add_rms_norm_quantize = define_op(
     reference=reference,
     fake=fake,
 )
-"""``(x [..., K], residual, eps, bits, clip, packed=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M], sum)``."""
+"""``(x [..., K], residual, eps, bits, clip, packed=False) -> (codes [M, Kp] | [M, Kp/2], scale fp32 [M], sum)``."""

@@ -5,11 +5,11 @@ M tokens, K inputs (Kp padded to 32), N outputs (Np padded to 16), G groups of K
     acc[m, n] = sum_k codes[m, k] * weight[n, k]                       int32, exact
     out[m, n] = (float(acc) * row_scale[m]) * weight_scale[n] + bias[n]     fp32, cast to out_dtype last
 
-With groups the partial sums ``float(acc_g) * weight_scale[n, g]`` are added in fp32 in the order of g, then multiplied by
-row_scale. The accumulator never passes through a half: 7 * 7 * 11008 = 539392 is far beyond fp16.
+With groups the partial sums ``float(acc_g) * weight_scale[n, g]`` are added in fp32 in the order of g, then multiplied
+by row_scale. The accumulator never passes through a half: 7 * 7 * 11008 = 539392 is far beyond fp16.
 
-``codes`` int8 [M, Kp] of 4, 6 or 8 bits, or uint8 [M, Kp/2] (packed int4); ``row_scale`` fp32 [M]; ``qweight`` int4 tiles
-(:mod:`quarot.quantization.packing`); ``weight_scale`` fp32 [N] or [N, G]; ``bias`` [N] or None.
+``codes`` int8 [M, Kp] of 4, 6 or 8 bits, or uint8 [M, Kp/2] (packed int4); ``row_scale`` fp32 [M]; ``qweight`` int4
+tiles (:mod:`quarot.quantization.packing`); ``weight_scale`` fp32 [N] or [N, G]; ``bias`` [N] or None.
 """
 
 from __future__ import annotations
@@ -75,14 +75,11 @@ def _check(
 ) -> None:
     width = codes.shape[1] * (2 if packed else 1)
     n = weight_scale.shape[0]
-    if (
-        qweight.ndim != 3
-        or width != qweight.shape[1] * 32
-        or not qweight.shape[0] * 16 - 16 < n <= qweight.shape[0] * 16
-    ):
+    rows, columns = (qweight.shape[0] * 16, qweight.shape[1] * 32) if qweight.ndim == 3 else (0, 0)
+    if width != columns or not rows - 16 < n <= rows:
         raise ValueError(
-            f"gemm_w4a4: codes {tuple(codes.shape)}{' (packed)' if packed else ''} and weight_scale {tuple(weight_scale.shape)}"
-            f" do not fit int4 tiles {tuple(qweight.shape)} = [{16 * qweight.shape[0]} outputs, {32 * qweight.shape[1]} inputs]"
+            f"gemm_w4a4: {'packed ' if packed else ''}codes {tuple(codes.shape)} and weight_scale"
+            f" {tuple(weight_scale.shape)} do not fit int4 tiles {tuple(qweight.shape)} of {rows} outputs, {columns} inputs"
         )
     if row_scale.shape != codes.shape[:1]:
         raise ValueError(
@@ -97,4 +94,4 @@ gemm_w4a4 = define_op(
     reference=reference,
     fake=fake,
 )
-"""``(codes, row_scale [M], qweight tiles, weight_scale [N] | [N, G], bias [N] | None, out_dtype, packed_activations) -> [M, N]``."""
+"""``(codes, row_scale [M], qweight, weight_scale [N] | [N, G], bias, out_dtype, packed_activations=False) -> [M, N]``."""

@@ -1,8 +1,8 @@
 """``gemm_w8a8``: integer activation codes times int8 weights; the arithmetic of :mod:`quarot.ops.gemm_w4a4` exactly.
 
-``codes`` int8 [M, Kp], ``row_scale`` fp32 [M], ``qweight`` int8 [N, Kp] (zeros behind K; N is not padded), ``weight_scale``
-fp32 [N] or [N, G], ``bias`` [N] or None; returns [M, N] in ``out_dtype``. Also serves weights of 2, 3, 5, 6 and 7 bits,
-widened to int8.
+``codes`` int8 [M, Kp], ``row_scale`` fp32 [M], ``qweight`` int8 [N, Kp] (zeros behind K; N is not padded),
+``weight_scale`` fp32 [N] or [N, G], ``bias`` [N] or None; returns [M, N] in ``out_dtype``. Also serves weights of 2, 3, 5,
+6 and 7 bits, widened to int8.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def _check(codes: torch.Tensor, row_scale: torch.Tensor, qweight: torch.Tensor, 
 
 gemm_w8a8 = define_op(
     "gemm_w8a8",
-    "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype) -> Tensor",
+    "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
+    " -> Tensor",
     reference=reference,
     fake=fake,
 )
-"""``(codes int8 [M, Kp], row_scale [M], qweight int8 [N, Kp], weight_scale [N] | [N, G], bias, out_dtype) -> [M, N]``."""
+"""``(codes [M, Kp], row_scale [M], qweight [N, Kp], weight_scale [N] | [N, G], bias, out_dtype) -> [M, N]``."""

@@ -1,4 +1,4 @@
-"""``hadamard_quantize``: the structured Hadamard of :mod:`quarot.ops.hadamard`, then :mod:`quarot.ops.quantize_per_token`.
+"""``hadamard_quantize``: the structured Hadamard of :mod:`quarot.ops.hadamard`, then ``quantize_per_token``.
 
 Equivalent to ``quantize_per_token(hadamard(x.float(), order, pow2, inner), bits, clip, packed)``: nothing is rounded to
 the input's dtype in between. (A tensor-core kernel may round once to fp16 between the two Hadamard factors; its codes
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from quarot.ops import hadamard
+from quarot.ops.hadamard import hadamard_reference
 from quarot.ops.quantize_per_token import check_bits, empty_codes, quantize_rows
 from quarot.ops.registry import define_op
 
@@ -19,7 +19,7 @@ def reference(
     x: torch.Tensor, order: int, pow2: int, inner: int, bits: int, clip: float, packed: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Specification; see the module."""
-    return quantize_rows(hadamard.reference(x.float(), order, pow2, inner), bits, clip, packed)
+    return quantize_rows(hadamard_reference(x.float(), order, pow2, inner), bits, clip, packed)
 
 
 def fake(
@@ -32,8 +32,9 @@ def fake(
 
 hadamard_quantize = define_op(
     "hadamard_quantize",
-    "(Tensor x, int order, int pow2, int inner, int bits, float clip, bool packed=False) -> (Tensor codes, Tensor scale)",
+    "(Tensor x, int order, int pow2, int inner, int bits, float clip, bool packed=False)"
+    " -> (Tensor codes, Tensor scale)",
     reference=reference,
     fake=fake,
 )
-"""``(x [..., K], order, pow2, inner, bits, clip, packed=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M])``."""
+"""``(x [..., K], order, pow2, inner, bits, clip, packed=False) -> (codes [M, Kp] | [M, Kp/2], scale fp32 [M])``."""

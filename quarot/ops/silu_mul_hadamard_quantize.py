@@ -1,7 +1,7 @@
 """``silu_mul_hadamard_quantize``: the input of a gated MLP's down projection, from its fused gate and up outputs.
 
-With ``gate, up = gate_up.chunk(2, -1)`` (gate first, n columns each), equivalent to
-``hadamard_quantize(silu(gate.float()) * up.float(), order, pow2, 1, bits, clip, packed)``; ``silu(g) = g / (1 + exp(-g))``.
+With ``gate, up = gate_up.chunk(2, -1)`` (gate first, n columns each) and ``silu(g) = g / (1 + exp(-g))``, equivalent to
+``hadamard_quantize(silu(gate.float()) * up.float(), order, pow2, 1, bits, clip, packed)``.
 ``order = pow2 = 1`` means no Hadamard. fp32 throughout, nothing rounded to the input's dtype in between.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from quarot.ops import hadamard
+from quarot.ops.hadamard import hadamard_reference
 from quarot.ops.quantize_per_token import check_bits, empty_codes, quantize_rows
 from quarot.ops.registry import define_op
 
@@ -21,7 +21,7 @@ def reference(
     gate, up = _halves(gate_up)
     product = torch.nn.functional.silu(gate.float()) * up.float()
     if order * pow2 > 1:
-        product = hadamard.reference(product, order, pow2, 1)
+        product = hadamard_reference(product, order, pow2, 1)
     return quantize_rows(product, bits, clip, packed)
 
 
@@ -47,4 +47,4 @@ silu_mul_hadamard_quantize = define_op(
     reference=reference,
     fake=fake,
 )
-"""``(gate_up [..., 2n], order, pow2, bits, clip, packed=False) -> (codes int8 [M, np] | uint8 [M, np/2], scale fp32 [M])``."""
+"""``(gate_up [..., 2n], order, pow2, bits, clip, packed=False) -> (codes [M, np] | [M, np/2], scale fp32 [M])``."""

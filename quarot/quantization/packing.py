@@ -1,4 +1,4 @@
-"""How integer codes lie in memory. N outputs (rows), K inputs (columns), Kp = K rounded up to 32, Np = N rounded up to 16.
+"""How integer codes lie in memory. N outputs (rows), K inputs (columns); Kp, Np = K, N rounded up to 32 and 16.
 
 Three layouts, each exactly invertible:
 
@@ -30,7 +30,7 @@ def pack_int4_tiles(codes: torch.Tensor) -> torch.Tensor:
     """int8 [N, K] with values -8..7 -> uint8 [Np/16, Kp/32, 256] (see the module)."""
     n, k = codes.shape
     rows = torch.nn.functional.pad(codes, (0, padded(k) - k, 0, padded(n, N_ALIGNMENT) - n)).view(torch.uint8) & 15
-    # [strip, row half, row % 8, k tile, k half, k quad, k % 4] -> [strip, k tile, row % 8, k quad, k half, k % 4, row half]
+    # [strip, row half, row % 8, k tile, k half, k quad, k % 4] -> [strip, k tile, row % 8, quad, half, k % 4, row half]
     atoms = rows.view(-1, 2, 8, padded(k) // 32, 2, 4, 4).permute(0, 3, 2, 5, 4, 6, 1)
     return (atoms[..., 0] | (atoms[..., 1] << 4)).reshape(-1, padded(k) // 32, 256)
 

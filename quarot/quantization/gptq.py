@@ -1,0 +1,165 @@
+"""GPTQ (Frantar et al., 2022): round one input column after another and let the columns behind it absorb the error.
+
+N outputs, K inputs; H [K, K] = mean over calibration tokens of ``x x^T``, x the layer's input exactly as at run time.
+The layer-wise loss ``sum_n (w_n - q_n)^T H (w_n - q_n)`` is minimised greedily. With U the upper factor of the inverse,
+``H^-1 = U^T U``, rounding column i with error ``e = (w_i - q_i) / U_ii`` changes the columns behind it by ``-e U_i,j``.
+
+U needs one Cholesky factorisation: with J the reversal of the order, ``J H J = L L^T`` gives ``H = R R^T`` for the
+upper triangular ``R = J L J``, hence ``U = R^-1``. (The usual route factorises, inverts and factorises again.)
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from quarot.quantization.grid import Grid, QuantizedWeight, as_groups, find_grid
+from quarot.quantization.rtn import finished
+
+logger = logging.getLogger("quarot")
+
+_LARGEST_DAMPING = 1e6
+
+
+def quantize_gptq(
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    bits: int,
+    *,
+    symmetric: bool = True,
+    group_size: int | None = None,
+    search: bool = True,
+    damping: float = 0.01,
+    act_order: bool = False,
+    block_size: int = 128,
+    weigh_search: bool = False,
+    name: str = "weight",
+) -> QuantizedWeight:
+    """Codes and scales of a weight [N, K] for inputs of second moment ``hessian`` [K, K].
+
+    Rows do not influence each other, so layers that share an input may be stacked along N and quantised in one call.
+
+    Args:
+        weight: [N, K], any float dtype; not changed.
+        hessian: [K, K], symmetric positive semi-definite; not changed.
+        bits, symmetric, group_size, search: the grid, see :func:`quarot.quantization.grid.find_grid`.
+        damping: fraction of the mean diagonal that is added to it; grows tenfold until the factorisation succeeds.
+        act_order: round the columns in the order of falling diagonal of H. Codes come back in the original order.
+        block_size: columns between two updates of everything behind them (speed, not results).
+        weigh_search: weigh the clip search by the diagonal of H instead of uniformly.
+        name: of the layer, for messages.
+
+    Inputs that calibration never saw active (zero diagonal) are rounded to nearest, influence nothing, and do not count
+    in the scales of the others. Scales of groups: with ``act_order`` from the original weights (static groups), without
+    it from the weights as they are when their first column is reached.
+
+    Raises:
+        ValueError: the Hessian or the weight is not finite, or the group size does not divide K.
+    """
+    weight = weight.float().clone()
+    check_finite(weight, hessian, name)
+    k = weight.shape[1]
+    diagonal = hessian.diagonal().float()
+    dead = diagonal <= 0
+    size = as_groups(weight, group_size).shape[-1]
+    # A group without any live input takes its scale from all of them.
+    unseen = dead & ~dead.view(-1, size).all(1).repeat_interleave(size)
+
+    def grid_of(start: int, end: int) -> Grid:
+        factors = diagonal[start:end] if weigh_search else None
+        seen = weight[:, start:end].masked_fill(unseen[start:end], 0)
+        return find_grid(seen, bits, symmetric=symmetric, group_size=size, search=search, importance=factors)
+
+    dynamic = size < k and not act_order
+    empty = weight.new_zeros(weight.shape[0], k // size)
+    grid = Grid(empty, None if symmetric else empty.clone(), bits) if dynamic else grid_of(0, k)
+
+    order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
+    if order is not None:
+        weight, hessian = weight[:, order], hessian[order][:, order]
+    group_of = torch.arange(k, device=weight.device) if order is None else order
+    column_group = (group_of // size).tolist()
+    upper = inverse_factor(hessian, damping, name)
+
+    codes = torch.empty_like(weight)
+    start = 0
+    while start < k:
+        end = min(start + block_size, k)
+        if dynamic:
+            end = min(end, (start // size + 1) * size)
+            if start % size == 0:
+                fresh = grid_of(start, start + size)
+                grid.scale[:, start // size] = fresh.scale[:, 0]
+                if grid.zero is not None and fresh.zero is not None:
+                    grid.zero[:, start // size] = fresh.zero[:, 0]
+        errors = _round_block(weight, codes, upper, grid, column_group, start, end)
+        weight[:, end:] -= errors @ upper[start:end, end:]
+        start = end
+    if order is not None:
+        codes = codes[:, torch.argsort(order)]
+    return finished(codes, grid)
+
+
+def _round_block(
+    weight: torch.Tensor,
+    codes: torch.Tensor,
+    upper: torch.Tensor,
+    grid: Grid,
+    column_group: list[int],
+    start: int,
+    end: int,
+) -> torch.Tensor:
+    """Round the columns start..end-1 of ``weight`` into ``codes``; returns their errors [N, end - start].
+
+    Works on a transposed copy, so that the columns it walks are contiguous; no step waits for the device.
+    """
+    block = weight[:, start:end].T.contiguous()
+    errors = torch.empty_like(block)
+    factor = upper[start:end, start:end]
+    inverse_diagonal = factor.diagonal().reciprocal()[:, None]
+    for i in range(end - start):
+        column = block[i]
+        group = grid.column(column_group[start + i])
+        code = group.encode(column[:, None])
+        codes[:, start + i] = code[:, 0]
+        torch.mul(column - group.decode(code)[:, 0], inverse_diagonal[i], out=errors[i])
+        block[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
+    return errors.T
+
+
+def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") -> torch.Tensor:
+    """Upper triangular fp32 U with ``U^T U = (H + damping * mean(diag) * I)^-1``; factorised in fp64.
+
+    Inputs with a zero diagonal get a one there. The damping grows tenfold, with a warning, until the factor exists.
+    """
+    h = hessian.double()
+    diagonal = h.diagonal()
+    dead = diagonal <= 0
+    live = (~dead).sum().clamp_min(1)
+    mean = torch.where(dead, 0.0, diagonal).sum() / live
+    mean = torch.where(mean > 0, mean, 1.0)
+    ones = torch.where(dead, 1.0, 0.0).double()
+    fraction = damping
+    while True:
+        damped = (h + torch.diag(ones + fraction * mean)).flip(0, 1)
+        factor, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0 and bool(factor.diagonal().isfinite().all()):
+            break
+        fraction *= 10
+        if fraction > _LARGEST_DAMPING:
+            raise ValueError(
+                f"{name}: the GPTQ Hessian cannot be factorised at any damping; check the calibration text"
+            )
+        logger.warning("%s: the GPTQ Hessian is not positive definite; damping raised to %g", name, fraction)
+    identity = torch.eye(h.shape[0], dtype=h.dtype, device=h.device)
+    return torch.linalg.solve_triangular(factor.flip(0, 1), identity, upper=True).float()
+
+
+def check_finite(weight: torch.Tensor, hessian: torch.Tensor | None, name: str) -> None:
+    """Raise a ValueError that names the layer when its weight or Hessian holds NaN or inf."""
+    if not bool(weight.isfinite().all()):
+        bad = int((~weight.isfinite()).sum())
+        raise ValueError(f"{name}: {bad} of {weight.numel()} weights are NaN or inf; the checkpoint is damaged")
+    if hessian is not None and not bool(hessian.isfinite().all()):
+        raise ValueError(f"{name}: its calibration inputs hold NaN or inf (fp16 overflow? try bfloat16 or float32)")

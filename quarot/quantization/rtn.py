@@ -1,0 +1,30 @@
+"""Round to nearest: every weight to the closest point of its grid, no calibration (paper, section 5.4 and table 3)."""
+
+from __future__ import annotations
+
+import torch
+
+from quarot.quantization.grid import Grid, QuantizedWeight, as_groups, find_grid
+
+
+def quantize_rtn(
+    weight: torch.Tensor, bits: int, *, symmetric: bool = True, group_size: int | None = None, search: bool = True
+) -> QuantizedWeight:
+    """Codes and scales of a weight [N, K]; see :func:`quarot.quantization.grid.find_grid` for the arguments."""
+    weight = weight.float()
+    return round_to_grid(weight, find_grid(weight, bits, symmetric=symmetric, group_size=group_size, search=search))
+
+
+def round_to_grid(weight: torch.Tensor, grid: Grid) -> QuantizedWeight:
+    """The codes of fp32 [N, K] on a grid of [N, G] scales."""
+    values = as_groups(weight, weight.shape[1] // grid.scale.shape[1])
+    wide = Grid(grid.scale[..., None], None if grid.zero is None else grid.zero[..., None], grid.bits)
+    return finished(wide.encode(values).reshape(weight.shape), grid)
+
+
+def finished(codes: torch.Tensor, grid: Grid) -> QuantizedWeight:
+    """fp32 codes and their grid as stored: int8 codes, scales [N] when there is one group."""
+    scale, zero = grid.scale, grid.zero
+    if scale.shape[1] == 1:
+        scale, zero = scale.squeeze(1), None if zero is None else zero.squeeze(1)
+    return QuantizedWeight(codes.to(torch.int8), scale.contiguous(), zero)
