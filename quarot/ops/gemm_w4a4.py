@@ -79,7 +79,7 @@ def _check(
     if width != columns or not rows - 16 < n <= rows:
         raise ValueError(
             f"gemm_w4a4: {'packed ' if packed else ''}codes {tuple(codes.shape)} and weight_scale"
-            f" {tuple(weight_scale.shape)} do not fit int4 tiles {tuple(qweight.shape)} of {rows} outputs, {columns} inputs"
+            f" {tuple(weight_scale.shape)} do not fit tiles {tuple(qweight.shape)} of {rows} outputs, {columns} inputs"
         )
     if row_scale.shape != codes.shape[:1]:
         raise ValueError(
@@ -94,4 +94,4 @@ gemm_w4a4 = define_op(
     reference=reference,
     fake=fake,
 )
-"""``(codes, row_scale [M], qweight, weight_scale [N] | [N, G], bias, out_dtype, packed_activations=False) -> [M, N]``."""
+"""``(codes, row_scale [M], qweight, weight_scale [N] | [N, G], bias, out_dtype, packed=False) -> [M, N]``."""

@@ -1,8 +1,8 @@
 """``gemm_w8a8``: integer activation codes times int8 weights; the arithmetic of :mod:`quarot.ops.gemm_w4a4` exactly.
 
 ``codes`` int8 [M, Kp], ``row_scale`` fp32 [M], ``qweight`` int8 [N, Kp] (zeros behind K; N is not padded),
-``weight_scale`` fp32 [N] or [N, G], ``bias`` [N] or None; returns [M, N] in ``out_dtype``. Also serves weights of 2, 3, 5,
-6 and 7 bits, widened to int8.
+``weight_scale`` fp32 [N] or [N, G], ``bias`` [N] or None; returns [M, N] in ``out_dtype``. Also serves weights of 2, 3,
+5, 6 and 7 bits, widened to int8.
 """
 
 from __future__ import annotations
