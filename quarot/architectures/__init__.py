@@ -1,0 +1,25 @@
+"""Model families as data: one record a file, and the registry that finds the record of a model."""
+
+from quarot.architectures.record import Architecture, Experts, Projection
+from quarot.architectures.registry import (
+    ARCHITECTURES,
+    Geometry,
+    architecture_of,
+    decoder_layers,
+    geometry,
+    has_submodule,
+    linear_modules,
+)
+
+__all__ = [
+    "ARCHITECTURES",
+    "Architecture",
+    "Experts",
+    "Geometry",
+    "Projection",
+    "architecture_of",
+    "decoder_layers",
+    "geometry",
+    "has_submodule",
+    "linear_modules",
+]

