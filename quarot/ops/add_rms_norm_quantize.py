@@ -10,8 +10,15 @@ from __future__ import annotations
 
 import torch
 
-from quarot.ops.quantize_per_token import check_bits, empty_codes, quantize_rows
-from quarot.ops.registry import define_op
+from quarot.ops.quantize_per_token import (
+    DTYPE_CODES,
+    as_rows,
+    check_bits,
+    clip_over_qmax,
+    empty_codes,
+    quantize_rows,
+)
+from quarot.ops.registry import define_op, extension, stream
 
 
 def reference(
@@ -35,11 +42,57 @@ def fake(
     return codes, scale, torch.empty_like(x)
 
 
+def available(
+    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+) -> str | None:
+    """Why the kernel cannot serve (None when it can)."""
+    if x.dtype not in DTYPE_CODES:
+        return f"the kernel reads fp16, bf16 or fp32, not {x.dtype}"
+    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
+        return f"residual {tuple(residual.shape)} {residual.dtype} differs from x {tuple(x.shape)} {x.dtype}"
+    return None
+
+
+def cuda(
+    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Launches csrc/quantize/add_rms_norm_quantize.cu."""
+    check_bits(bits, packed)
+    rows_x = as_rows(x)
+    rows, k = rows_x.shape
+    if rows == 0 or k == 0:
+        return reference(x, residual, eps, bits, clip, packed)
+    rows_residual = None if residual is None else as_rows(residual)
+    codes, scale = empty_codes(rows, k, packed, x)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with torch.cuda.device(x.device):
+        extension().add_rms_norm_quantize(  # type: ignore[union-attr]
+            rows_x.data_ptr(),
+            rows_x.stride(0),
+            0 if rows_residual is None else rows_residual.data_ptr(),
+            0 if rows_residual is None else rows_residual.stride(0),
+            DTYPE_CODES[x.dtype],
+            rows,
+            k,
+            eps,
+            codes.data_ptr(),
+            scale.data_ptr(),
+            total.data_ptr(),
+            clip_over_qmax(clip, bits),
+            bits,
+            packed,
+            stream(x),
+        )
+    return codes, scale, total
+
+
 add_rms_norm_quantize = define_op(
     "add_rms_norm_quantize",
     "(Tensor x, Tensor? residual, float eps, int bits, float clip, bool packed=False)"
     " -> (Tensor codes, Tensor scale, Tensor sum)",
     reference=reference,
     fake=fake,
+    cuda=cuda,
+    available=available,
 )
 """``(x [..., K], residual, eps, bits, clip, packed=False) -> (codes [M, Kp] | [M, Kp/2], scale fp32 [M], sum)``."""

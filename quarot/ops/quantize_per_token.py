@@ -14,9 +14,11 @@ Input fp16, bf16, fp32 (or wider, rounded to fp32 first). ``value ~ code * s``.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
-from quarot.ops.registry import define_op
+from quarot.ops.registry import define_op, extension, stream
 from quarot.quantization.packing import K_ALIGNMENT, pack_nibbles, padded
 
 SMALLEST_SCALE = 2.0**-126
@@ -47,6 +49,7 @@ def quantize_rows(x: torch.Tensor, bits: int, clip: float, packed: bool) -> tupl
     return (pack_nibbles(codes) if packed else codes), scale.squeeze(-1)
 
 
+@functools.lru_cache(maxsize=64)
 def clip_over_qmax(clip: float, bits: int) -> float:
     """``clip / qmax`` rounded once to fp32, as a Python float."""
     return torch.tensor(clip / (2 ** (bits - 1) - 1), dtype=torch.float32).item()
@@ -76,10 +79,54 @@ def fake(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple
     return empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
 
 
+DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+"""Element types the activation kernels read, as csrc/device/dtype.h numbers them."""
+
+
+def as_rows(x: torch.Tensor) -> torch.Tensor:
+    """``x`` [..., K] as [M, K] whose rows are consecutive in memory: a view wherever strides allow, else a copy."""
+    rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
+
+
+def available(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> str | None:
+    """Why the kernel cannot serve (None when it can)."""
+    if x.dtype not in DTYPE_CODES:
+        return f"the kernel reads fp16, bf16 or fp32, not {x.dtype}"
+    return None
+
+
+def cuda(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches csrc/quantize/quantize_per_token.cu."""
+    check_bits(bits, packed)
+    x = as_rows(x)
+    rows, k = x.shape
+    if rows == 0 or k == 0:
+        return reference(x, bits, clip, packed)
+    codes, scale = empty_codes(rows, k, packed, x)
+    with torch.cuda.device(x.device):
+        extension().quantize_per_token(  # type: ignore[union-attr]
+            x.data_ptr(),
+            DTYPE_CODES[x.dtype],
+            x.stride(0),
+            rows,
+            k,
+            codes.data_ptr(),
+            scale.data_ptr(),
+            clip_over_qmax(clip, bits),
+            bits,
+            packed,
+            stream(x),
+        )
+    return codes, scale
+
+
 quantize_per_token = define_op(
     "quantize_per_token",
     "(Tensor x, int bits, float clip, bool packed=False) -> (Tensor codes, Tensor scale)",
     reference=reference,
     fake=fake,
+    cuda=cuda,
+    available=available,
 )
 """``(x [..., K], bits, clip, packed=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M])``."""

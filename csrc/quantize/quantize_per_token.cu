@@ -1,0 +1,105 @@
+// One CTA per row. The row stays in registers between the absmax and the codes (read once); rows too long for that are
+// read twice, the second time from L2.
+#include "quantize/quantize_per_token.h"
+
+#include "device/launch.cuh"
+#include "device/quantize_row.cuh"
+#include "device/reduce.cuh"
+#include "device/vec8.cuh"
+
+namespace quarot {
+namespace {
+
+constexpr int kMaxThreads = 512;
+
+struct Args {
+    const void* x;
+    std::int64_t row_stride;
+    int k, vectors;  // vectors = kp / 8
+    void* codes;
+    float* scale;
+    float clip_over_qmax;
+    int bits;
+    bool packed, aligned;
+};
+
+// VECTORS > 0: that many groups of eight per thread, in registers. VECTORS == 0: any row length, two passes.
+template <typename T, int VECTORS>
+__global__ void __launch_bounds__(kMaxThreads) quantize_per_token_kernel(const Args a) {
+    __shared__ unsigned scratch[32];
+    pdl_trigger();
+    pdl_wait();
+    const std::int64_t row = blockIdx.x;
+    const T* x = static_cast<const T*>(a.x) + row * a.row_stride;
+    char* codes = static_cast<char*>(a.codes) + row * a.vectors * (a.packed ? 4 : 8);
+
+    unsigned top = 0;
+    if constexpr (VECTORS > 0) {
+        float v[VECTORS][8];
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int column = 8 * (threadIdx.x + i * blockDim.x);
+            load8(x + column, a.k - column, a.aligned, v[i]);
+        }
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i)
+#pragma unroll
+            for (int j = 0; j < 8; ++j) top = max(top, abs_bits(v[i][j]));
+        const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits);
+        if (threadIdx.x == 0) a.scale[row] = q.scale;
+#pragma unroll
+        for (int i = 0; i < VECTORS; ++i) {
+            const int index = threadIdx.x + i * blockDim.x;
+            if (index < a.vectors) store_codes8(codes, index, a.packed, codes8(v[i], q));
+        }
+    } else {
+        float v[8];
+        for (int index = threadIdx.x; index < a.vectors; index += blockDim.x) {
+            load8(x + 8 * index, a.k - 8 * index, a.aligned, v);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) top = max(top, abs_bits(v[j]));
+        }
+        const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits);
+        if (threadIdx.x == 0) a.scale[row] = q.scale;
+        for (int index = threadIdx.x; index < a.vectors; index += blockDim.x) {
+            load8(x + 8 * index, a.k - 8 * index, a.aligned, v);
+            store_codes8(codes, index, a.packed, codes8(v, q));
+        }
+    }
+}
+
+template <typename T>
+cudaError_t dispatch(const Args& a, std::int64_t rows, cudaStream_t stream) {
+    // Two 16-byte loads in flight per thread where the row is long enough, four or eight beyond 8192 columns.
+    const int per_thread = a.vectors <= 64 ? 1 : a.vectors <= 2 * kMaxThreads ? 2 : a.vectors <= 4 * kMaxThreads ? 4
+                           : a.vectors <= 8 * kMaxThreads ? 8 : 0;
+    const int wanted = per_thread ? (a.vectors + per_thread - 1) / per_thread : kMaxThreads;
+    const dim3 grid(static_cast<unsigned>(rows)), block((wanted + 31) / 32 * 32);
+    switch (per_thread) {
+        case 1: return launch(quantize_per_token_kernel<T, 1>, grid, block, 0, stream, a);
+        case 2: return launch(quantize_per_token_kernel<T, 2>, grid, block, 0, stream, a);
+        case 4: return launch(quantize_per_token_kernel<T, 4>, grid, block, 0, stream, a);
+        case 8: return launch(quantize_per_token_kernel<T, 8>, grid, block, 0, stream, a);
+        default: return launch(quantize_per_token_kernel<T, 0>, grid, block, 0, stream, a);
+    }
+}
+
+}  // namespace
+
+cudaError_t quantize_per_token(const void* x, DType dtype, std::int64_t row_stride, std::int64_t rows, std::int64_t k,
+                               void* codes, float* scale, float clip_over_qmax, int bits, bool packed,
+                               cudaStream_t stream) {
+    if (k < 1 || k > (1 << 30) || rows < 1 || rows > 0x7fffffff || bits < 2 || bits > 8 || (packed && bits > 4))
+        return cudaErrorInvalidValue;
+    const std::int64_t width = dtype == DType::kFloat32 ? 4 : 2;
+    const bool aligned = reinterpret_cast<std::uintptr_t>(x) % 16 == 0 && (rows == 1 || row_stride * width % 16 == 0);
+    const Args a{x, row_stride, static_cast<int>(k), static_cast<int>((k + 31) / 32 * 4), codes, scale,
+                 clip_over_qmax, bits, packed, aligned};
+    switch (dtype) {
+        case DType::kFloat16: return dispatch<__half>(a, rows, stream);
+        case DType::kBFloat16: return dispatch<__nv_bfloat16>(a, rows, stream);
+        default: return dispatch<float>(a, rows, stream);
+    }
+}
+
+}  // namespace quarot
