@@ -1,0 +1,65 @@
+"""Compiles the extension with ninja."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from .architectures import Selection
+from .ninja_file import Layout, render
+from .toolkit import BuildError, Toolkit
+
+GIBIBYTES_PER_JOB = 4
+"""A CUTLASS file takes nvcc up to this much memory."""
+
+
+def jobs() -> int:
+    """``MAX_JOBS``, or as many as there are processors and memory for."""
+    if os.environ.get("MAX_JOBS"):
+        return max(1, int(os.environ["MAX_JOBS"]))
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**30
+    except (ValueError, OSError, AttributeError):
+        memory = GIBIBYTES_PER_JOB
+    return max(1, min(processors, memory // GIBIBYTES_PER_JOB))
+
+
+def strict() -> bool:
+    """``QUAROT_STRICT=1``: register spills fail the build (CI)."""
+    return os.environ.get("QUAROT_STRICT", "0") == "1"
+
+
+def _ninja() -> str:
+    try:
+        import ninja
+
+        return str(Path(ninja.BIN_DIR) / "ninja")
+    except ImportError:
+        found = shutil.which("ninja")
+    if found is None:
+        raise BuildError("ninja was not found: pip install ninja")
+    return found
+
+
+def compile_extension(
+    root: Path, toolkit: Toolkit, chosen: Selection, output: str | None, layout: Layout | None = None
+) -> Layout:
+    """Compile ``csrc`` and link it to ``output`` (relative to ``root`` or absolute); None: the CUDA objects only.
+
+    Raises:
+        BuildError: ninja or a compiler failed; the compiler's own words are on stdout above.
+    """
+    layout = layout or Layout(root, chosen)
+    manifest = root / layout.manifest
+    manifest.parent.mkdir(parents=True, exist_ok=True)
+    manifest.write_text(render(layout, toolkit, strict=strict(), output=output), encoding="utf-8")
+    command = [_ninja(), "-f", str(layout.manifest), "-j", str(jobs())]
+    print(f"quarot: compiling csrc with {toolkit.text} for {chosen.tag}, {jobs()} jobs", flush=True)
+    result = subprocess.run(command, cwd=root, stdout=sys.stdout.fileno() if hasattr(sys.stdout, "fileno") else None)
+    if result.returncode:
+        raise BuildError(f"compiling csrc failed (exit status {result.returncode}); the compiler's message is above")
+    return layout
