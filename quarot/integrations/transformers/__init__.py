@@ -1,0 +1,1 @@
+"""The only code that knows the hooks of transformers: loading, saving, attention, masks and generation."""

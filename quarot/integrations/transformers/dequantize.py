@@ -1,0 +1,45 @@
+"""From quantised and online-rotated linear layers back to plain ``nn.Linear``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from quarot.nn.quant_linear import QuantLinear
+from quarot.nn.rotated_linear import RotatedLinear
+from quarot.ops.hadamard import hadamard
+from quarot.rotation.hadamard import hadamard_matrix
+from quarot.rotation.spec import HadamardSpec
+
+
+def plain_linears(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace every QuantLinear and RotatedLinear by the ``nn.Linear`` it computes (activations unquantised)."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, (QuantLinear, RotatedLinear)):
+            weight = module.dequantize() if isinstance(module, QuantLinear) else module.rotated_weight
+            if module.input_rotation is not None:
+                weight = fold_input_rotation(weight, module.input_rotation)
+            model.set_submodule(name, _linear(weight.to(dtype), module.bias, module.training))
+
+
+def fold_input_rotation(weight: Tensor, rotation: HadamardSpec) -> Tensor:
+    """``W`` with ``F.linear(x, W) = F.linear(hadamard(x), weight)``: weight H, computed factor by factor in float64.
+
+    Args:
+        weight: [N, K] in the basis of the rotated input.
+    """
+    wide = weight.to(torch.float64)
+    wide = hadamard(wide, 1, rotation.pow2, rotation.inner)  # a Sylvester factor is symmetric
+    if rotation.order > 1:
+        matrix = hadamard_matrix(rotation.order).to(wide) * rotation.order**-0.5
+        split = wide.view(wide.shape[0], rotation.blocks, rotation.order, rotation.pow2 * rotation.inner)
+        wide = torch.einsum("nbji,jk->nbki", split, matrix).reshape(weight.shape)
+    return wide
+
+
+def _linear(weight: Tensor, bias: Tensor | None, training: bool) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta", dtype=weight.dtype)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().to(weight.dtype), requires_grad=False)
+    return linear.train(training)

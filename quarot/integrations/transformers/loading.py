@@ -1,0 +1,30 @@
+"""``quarot.load``: a saved quarot model, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+
+def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Load a checkpoint that quarot saved: ``AutoModelForCausalLM.from_pretrained`` with quarot imported, and checks.
+
+    Args:
+        path: a folder, or the name of a repository on the Hugging Face hub.
+        kwargs: passed on (``device_map``, ``dtype``, ...).
+
+    Raises:
+        ValueError: not a quarot checkpoint, one of a newer format, or a corrupt or incomplete one.
+        OSError: nothing to load there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shared = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "subfolder") if k in kwargs}
+    config = AutoConfig.from_pretrained(path, **shared)
+    method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
+    if method != "quarot":
+        raise ValueError(
+            f"{path} is not a quarot checkpoint (its config.json has quant_method {method!r}); "
+            "load it with transformers, or quantise it with quarot.quantize_model"
+        )
+    return AutoModelForCausalLM.from_pretrained(path, **kwargs)

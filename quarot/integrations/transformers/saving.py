@@ -1,0 +1,95 @@
+"""``save_pretrained`` that either leaves a whole new checkpoint or the old one.
+
+Everything is written to a hidden folder beside the target; only when that succeeded (a full disk fails here) the files
+are renamed into place. ``config.json``, without which a folder does not load, leaves first and arrives last.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import types
+from pathlib import Path
+from typing import Any
+
+_CONFIG = "config.json"
+_SHARD = re.compile(r"model(\.[^.]+)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+def install(model: Any) -> None:
+    """Make ``model.save_pretrained`` atomic. Idempotent; survives deepcopy."""
+    if "save_pretrained" not in vars(model):
+        model.save_pretrained = types.MethodType(save_pretrained, model)
+
+
+def uninstall(model: Any) -> None:
+    """Undo :func:`install`."""
+    vars(model).pop("save_pretrained", None)
+
+
+def save_pretrained(
+    self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
+) -> None:
+    """As ``PreTrainedModel.save_pretrained``; all its keywords work.
+
+    Raises:
+        FileExistsError: the target is a file.
+        OSError: the disk is full or not writable; an old checkpoint in the folder is untouched.
+    """
+    target = Path(save_directory).absolute()
+    if target.is_file():
+        raise FileExistsError(f"save_pretrained: {target} is a file, not a folder")
+    if not is_main_process:
+        type(self).save_pretrained(self, target, is_main_process=False, **kwargs)
+        return
+    if kwargs.get("push_to_hub"):
+        kwargs.setdefault("repo_id", target.name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(target)
+    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    try:
+        type(self).save_pretrained(self, partial, **kwargs)
+        _sync(partial)
+        _move_into_place(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _move_into_place(partial: Path, target: Path) -> None:
+    """Rename the files of ``partial`` into ``target``; other files there (a tokenizer) stay."""
+    if not target.exists():
+        os.replace(partial, target)
+        return
+    names = sorted(os.listdir(partial))
+    (target / _CONFIG).unlink(missing_ok=True)
+    for name in os.listdir(target):
+        if _SHARD.fullmatch(name) and name not in names:
+            (target / name).unlink()
+    for name in [n for n in names if n != _CONFIG] + [_CONFIG]:
+        os.replace(partial / name, target / name)
+
+
+def _sync(folder: Path) -> None:
+    """Force the files to disk: some file systems report a full disk only now."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Delete partial folders of processes that were killed while saving."""
+    for path in target.parent.glob(f".{target.name}.partial-*"):
+        pid = path.name.rpartition("-")[2]
+        if pid == str(os.getpid()) or not _alive(pid):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _alive(pid: str) -> bool:
+    try:
+        os.kill(int(pid), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True

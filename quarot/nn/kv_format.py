@@ -1,0 +1,136 @@
+"""How keys and values are stored in the cache: bits, groups, clip ratios and the rotation R3 of the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+import quarot.ops.hadamard
+import quarot.ops.kv_append
+import quarot.ops.kv_gather
+from quarot.ops.kv_layout import KVLayout
+from quarot.rotation.spec import HadamardSpec
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from quarot.config import QuarotConfig
+
+
+class CodeArguments(NamedTuple):
+    """What every KV op takes to find codes in a page."""
+
+    key_bits: int
+    value_bits: int
+    key_group: int
+    value_group: int
+
+
+def dividing_group(head_dim: int, group: int) -> int:
+    """The widest group of at most ``group`` channels, a multiple of 16, that cuts ``head_dim`` evenly."""
+    width = min(group, head_dim)
+    while width > 16 and (head_dim % width or width % 16):
+        width -= 1
+    return width
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """The storage format of one attention layer's keys and values (paper, section 4, "KV cache quantization").
+
+    Attributes:
+        key_bits, value_bits: 2, 3, 4, 8, or 16 for the model's own 16-bit floats.
+        group: channels that share one scale and offset; cut down to a divisor of head_dim.
+        clip: constant clip ratio of the range of a group (the paper: 0.95).
+        rotation: R3, applied per head to keys (and to queries, so that it cancels in their product); None for none.
+    """
+
+    key_bits: int = 4
+    value_bits: int = 4
+    group: int = 128
+    clip: float = 0.95
+    rotation: HadamardSpec | None = None
+
+    @classmethod
+    def from_config(cls, config: QuarotConfig) -> KVFormat:
+        """The format that a quarot configuration asks for, with the R3 of its rotation plan."""
+        from quarot.rotation.plan import RotationPlan
+
+        rotation = None if config.rotation is None else RotationPlan.from_dict(config.rotation).r3
+        return cls(config.k_bits, config.v_bits, config.kv_group_size, config.kv_clip, rotation)
+
+    @classmethod
+    def of_model(cls, config: PretrainedConfig) -> KVFormat | None:
+        """The format recorded in a model's ``quantization_config``; None when quarot did not quantise the model."""
+        from quarot.config import QuarotConfig
+
+        quantization = getattr(config, "quantization_config", None)
+        if isinstance(quantization, dict) and quantization.get("quant_method") == "quarot":
+            quantization = QuarotConfig.from_dict(quantization)
+        return cls.from_config(quantization) if isinstance(quantization, QuarotConfig) else None
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether anything is stored in fewer than 16 bits."""
+        return min(self.key_bits, self.value_bits) < 16
+
+    @property
+    def rotate(self) -> tuple[int, int]:
+        """(order, pow2) of R3 for the ops; (0, 0) for none. Keys of 16 bits have nothing to gain from it."""
+        if self.rotation is None or self.key_bits == 16:
+            return 0, 0
+        return self.rotation.order, self.rotation.pow2
+
+    def layout(self, head_dim: int) -> KVLayout:
+        """Byte order of a page."""
+        if self.rotation is not None and self.rotation.size != head_dim:
+            raise ValueError(f"KV cache: R3 is for a head_dim of {self.rotation.size}, the model has {head_dim}")
+        group = dividing_group(head_dim, self.group)
+        return KVLayout(head_dim, self.key_bits, self.value_bits, group, group)
+
+    def rotate_heads(self, x: Tensor) -> Tensor:
+        """R3 on the last dimension of queries or keys, [..., head_dim]."""
+        order, pow2 = self.rotate
+        return quarot.ops.hadamard.hadamard(x, order, pow2, 1) if pow2 else x
+
+    def append(self, pool: Tensor, key: Tensor, value: Tensor, slots: Tensor, layout: KVLayout) -> None:
+        """Rotate, quantise and store tokens: key, value [T, kv_heads, head_dim], slots int64 [T] (-1: skip)."""
+        quarot.ops.kv_append.kv_append(pool, key, value, slots, *arguments(layout), self.clip, self.clip, *self.rotate)
+
+    def gather(self, pool: Tensor, slots: Tensor, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Stored tokens, dequantised to ``dtype`` [T, kv_heads, head_dim]; keys stay rotated."""
+        key, value = quarot.ops.kv_gather.kv_gather(pool, slots, *arguments(layout), dtype)
+        return key, value
+
+    def simulate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values as the cache would give them back, through the very same integers.
+
+        Args:
+            key, value: [B, kv_heads, S, head_dim].
+
+        Returns:
+            The dequantised pair in the same shapes and dtypes; keys are rotated by R3, so queries must be as well
+            (:meth:`rotate_heads`).
+        """
+        batch, heads, length, head_dim = key.shape
+        layout = self.layout(head_dim)
+        tokens = batch * length
+        pool = torch.empty(layout.pool_shape(-(-tokens // 64), heads, 64), dtype=torch.uint8, device=key.device)
+        slots = torch.arange(tokens, device=key.device)
+        self.append(pool, token_major(key), token_major(value), slots, layout)
+        stored = self.gather(pool, slots, layout, key.dtype)
+        stored_key, stored_value = (x.view(batch, length, heads, head_dim).transpose(1, 2) for x in stored)
+        return stored_key, stored_value
+
+
+def arguments(layout: KVLayout) -> CodeArguments:
+    """The bits and groups of a layout, in the order of the ops' arguments."""
+    return CodeArguments(layout.key_bits, layout.value_bits, layout.key_group, layout.value_group)
+
+
+def token_major(x: Tensor) -> Tensor:
+    """[B, heads, S, head_dim] -> [B * S, heads, head_dim]."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3])

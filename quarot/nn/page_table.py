@@ -1,0 +1,334 @@
+"""Which page holds which token: rows of ragged length over a shared pool of pages, growing or of fixed size.
+
+Notation: B rows, T new tokens a row, P tokens a page, column = position in the (padded) batch as the model counts it.
+
+Padding is never stored: a row holds its real tokens only, one after the other, so attention over a row needs its length
+and nothing else. ``valid`` remembers which columns were real, for :meth:`crop`.
+
+Every layer of a model stores the same tokens, so all of them share one table; only the pools differ.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Step(NamedTuple):
+    """Where the new tokens of one forward go, the same for every layer.
+
+    Attributes:
+        slots: int64 [B * T], page * P + offset of every new token, -1 for padding.
+        lengths: int32 [B], tokens a row holds, the new ones included.
+        before: int32 [B], tokens a row held before.
+        table: int32 [B, pages], page ids; entries past a row's length are arbitrary.
+        past: columns before this step; None where the host does not know (fixed size, one token or compiled).
+        longest: upper bound of ``before``, known on the host.
+        pages: pages that every pool must have by now.
+        copies: (source, target) int64 page ids to copy before writing (copy on write), or None.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    before: Tensor
+    table: Tensor
+    past: int | None
+    longest: int
+    pages: int
+    copies: tuple[Tensor, Tensor] | None
+
+    def on(self, device: torch.device) -> Step:
+        """The same step with its tensors on another layer's device."""
+        if self.slots.device == device:
+            return self
+        copies = None if self.copies is None else (self.copies[0].to(device), self.copies[1].to(device))
+        slots, lengths, before, table = (x.to(device) for x in (self.slots, self.lengths, self.before, self.table))
+        return Step(slots, lengths, before, table, self.past, self.longest, self.pages, copies)
+
+
+def slots_of(table: Tensor, positions: Tensor, page_size: int) -> Tensor:
+    """Slots int64 [B, T] of token ``positions`` int64 [B, T] of each row; positions must lie inside the table."""
+    page = table.gather(1, positions // page_size)
+    return page.to(torch.int64) * page_size + positions % page_size
+
+
+def new_positions(before: Tensor, count: int, valid: Tensor | None) -> Tensor:
+    """Position in its row of each new token, int64 [B, T]; padding gets that of the last real token before it."""
+    if valid is None:
+        return before[:, None].to(torch.int64) + torch.arange(count, device=before.device)
+    return before[:, None].to(torch.int64) + valid.to(torch.int64).cumsum(1) - 1
+
+
+class GrowingTable:
+    """Rows that grow page by page. Pages are shared between rows (beams, repeated prompts) and copied on write.
+
+    Args:
+        page_size: tokens a page.
+        reserve: tokens a row is expected to reach; pools are allocated for that many at once.
+    """
+
+    def __init__(self, page_size: int, reserve: int = 0) -> None:
+        self.page_size, self.reserve = page_size, reserve
+        self.num_pages = 0
+        self.references: list[int] = []
+        self.free: list[int] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every row; the pages stay allocated."""
+        self.references = [0] * self.num_pages
+        self.free = list(range(self.num_pages - 1, -1, -1))
+        self.rows: list[list[int]] = []
+        self.counts: list[int] = []
+        self.columns = 0
+        self.valid: Tensor | None = None
+        self.lengths: Tensor | None = None
+        self._table: Tensor | None = None
+        self._undo: tuple[list[int], list[tuple[int, int, int]], int, Tensor | None] | None = None
+
+    @property
+    def batch(self) -> int:
+        return len(self.rows)
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def append(self, batch: int, count: int, valid: Tensor | None, device: torch.device) -> Step:
+        """Make room for ``count`` columns; ``valid`` bool [B, T] marks the real tokens, None when all are.
+
+        Raises:
+            ValueError: the batch differs from the one the rows were made for.
+        """
+        if not self.rows:
+            self.rows, self.counts = [[] for _ in range(batch)], [0] * batch
+            self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
+        elif batch != len(self.rows):
+            raise ValueError(
+                f"QuantKVCache holds {len(self.rows)} rows and got a batch of {batch}; call reset(), "
+                "batch_select_indices() or batch_repeat_interleave() first, or use a new cache"
+            )
+        assert self.lengths is not None
+        if valid is not None and bool(valid.all()):
+            valid = None
+        added = [count] * batch if valid is None else valid.sum(1).tolist()
+        before, old_counts, past, old_valid = self.lengths, self.counts, self.columns, self.valid
+        copied = self._make_room(added)
+        self._undo = (old_counts, copied, past, old_valid)
+        self.counts = [a + b for a, b in zip(old_counts, added, strict=True)]
+        self._remember_columns(batch, count, valid, device)
+        self.lengths = before + (count if valid is None else valid.sum(1).to(torch.int32))
+        positions = new_positions(before, count, valid).clamp_(min=0)
+        table = self.table(device)
+        slots = slots_of(table, positions, self.page_size)
+        if valid is not None:
+            slots = slots.masked_fill(~valid, -1)
+        copies = None
+        if copied:
+            pairs = torch.tensor([(old, self.rows[row][place]) for row, place, old in copied]).to(device)
+            copies = (pairs[:, 0], pairs[:, 1])
+        longest = max(old_counts, default=0)
+        return Step(slots.reshape(-1), self.lengths, before, table, past, longest, self.num_pages, copies)
+
+    def table(self, device: torch.device) -> Tensor:
+        """Page ids int32 [B, pages]."""
+        if self._table is None or self._table.device != device:
+            width = max((len(row) for row in self.rows), default=0)
+            padded = [row + [0] * (max(width, 1) - len(row)) for row in self.rows]
+            self._table = torch.tensor(padded, dtype=torch.int32).to(device)
+        return self._table
+
+    def undo(self) -> None:
+        """Take back the last :meth:`append`, after a failure in the middle of a forward."""
+        if self._undo is None:
+            return
+        counts, copied, self.columns, self.valid = self._undo
+        for row, place, old in copied:
+            self._release(self.rows[row][place])
+            self.rows[row][place] = old
+            self.references[old] += 1
+        self._set_counts(counts)
+
+    def crop(self, remove: int) -> None:
+        """Drop the last ``remove`` columns of every row."""
+        remove = min(remove, self.columns)
+        if remove <= 0:
+            return
+        self.columns -= remove
+        if self.valid is None:
+            self._set_counts([max(count - remove, 0) for count in self.counts])
+        else:
+            self.valid = self.valid[:, : self.columns]
+            self._set_counts(self.valid.sum(1).tolist())
+
+    def select(self, rows: Tensor) -> None:
+        """Rows in a new order, some perhaps dropped or repeated; repeated rows share their pages."""
+        order = rows.tolist()
+        chosen = [list(self.rows[row]) for row in order]
+        for row in chosen:
+            for page in row:
+                self.references[page] += 1
+        for row in self.rows:
+            for page in row:
+                self._release(page)
+        self.rows, self.counts = chosen, [self.counts[row] for row in order]
+        if self.lengths is not None:
+            self.lengths = self.lengths.index_select(0, rows.to(self.lengths.device))
+        if self.valid is not None:
+            self.valid = self.valid.index_select(0, rows.to(self.valid.device))
+        self._table = self._undo = None
+
+    def _set_counts(self, counts: list[int]) -> None:
+        self.counts = counts
+        for row, count in zip(self.rows, counts, strict=True):
+            while len(row) > -(-count // self.page_size):
+                self._release(row.pop())
+        if self.lengths is not None:
+            self.lengths = torch.tensor(counts, dtype=torch.int32).to(self.lengths.device)
+        self._table = self._undo = None
+
+    def _make_room(self, added: list[int]) -> list[tuple[int, int, int]]:
+        """Give every row the pages it needs; returns (row, place, old page) of the shared pages it no longer shares."""
+        copied = []
+        self._reserve(added)
+        for number, (row, count, more) in enumerate(zip(self.rows, self.counts, added, strict=True)):
+            if more and count % self.page_size and self.references[row[-1]] > 1:
+                copied.append((number, len(row) - 1, row[-1]))
+                self._release(row[-1])
+                row[-1] = self._take()
+                self._table = None
+            while len(row) < -(-(count + more) // self.page_size):
+                row.append(self._take())
+                self._table = None
+        return copied
+
+    def _reserve(self, added: list[int]) -> None:
+        """Raise ``num_pages`` so that the coming :meth:`_take` calls succeed; by half at least, so growth is rare."""
+        counts = zip(self.rows, self.counts, added, strict=True)
+        need = sum(-(-(count + more) // self.page_size) - len(row) + 1 for row, count, more in counts)
+        if need <= len(self.free):
+            return
+        hint = len(self.rows) * -(-self.reserve // self.page_size)
+        target = max(self.num_pages + need - len(self.free), self.num_pages * 3 // 2, hint)
+        self.free[:0] = range(target - 1, self.num_pages - 1, -1)
+        self.references += [0] * (target - self.num_pages)
+        self.num_pages = target
+
+    def _take(self) -> int:
+        page = self.free.pop()
+        self.references[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self.references[page] -= 1
+        if not self.references[page]:
+            self.free.append(page)
+
+    def _remember_columns(self, batch: int, count: int, valid: Tensor | None, device: torch.device) -> None:
+        if valid is not None or self.valid is not None:
+            old = self.valid
+            if old is None:
+                old = torch.ones(batch, self.columns, dtype=torch.bool, device=device)
+            new = torch.ones(batch, count, dtype=torch.bool, device=device) if valid is None else valid
+            self.valid = torch.cat([old, new.to(old.device)], dim=1)
+        self.columns += count
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class StaticTable:
+    """Rows of fixed capacity, every tensor allocated once: for CUDA graphs and ``torch.compile``; nothing syncs.
+
+    Row b owns pages ``b * pages_per_row ..`` for good. A token beyond the capacity is dropped while decoding (slot -1)
+    and refused, with the numbers, in an eager prefill.
+    """
+
+    def __init__(self, page_size: int, max_batch: int, max_length: int) -> None:
+        self.page_size, self.max_batch, self.max_length = page_size, max_batch, max_length
+        self.pages_per_row = -(-max_length // page_size)
+        self.num_pages = max_batch * self.pages_per_row
+        self.batch = 0
+        self.pages = torch.arange(self.num_pages, dtype=torch.int32).view(max_batch, -1)
+        self.lengths = torch.zeros(max_batch, dtype=torch.int32)
+        self.before = torch.zeros(max_batch, dtype=torch.int32)
+        self.columns = torch.zeros((), dtype=torch.int64)
+        self.valid = torch.zeros(max_batch, max_length, dtype=torch.bool)
+        self.slots = torch.full((max_batch * max_length,), -1, dtype=torch.int64)
+
+    def tensors(self) -> tuple[str, ...]:
+        return "pages", "lengths", "before", "columns", "valid", "slots"
+
+    def start(self, device: torch.device) -> None:
+        """Move to the device and pin the addresses."""
+        for name in self.tensors():
+            tensor = getattr(self, name).to(device)
+            setattr(self, name, tensor)
+            torch._dynamo.mark_static_address(tensor)
+
+    def reset(self) -> None:
+        self.batch = 0
+        for name in ("lengths", "before", "columns", "valid"):
+            getattr(self, name).zero_()
+
+    def get_seq_length(self) -> Tensor:
+        return self.columns
+
+    def undo(self) -> None:
+        """Nothing to take back on the host; call ``reset()`` or ``crop()``."""
+
+    def append(self, batch: int, count: int, valid: Tensor | None, device: torch.device) -> Step:
+        """As :meth:`GrowingTable.append`, on the device.
+
+        Raises:
+            ValueError: the batch or, in an eager prefill, the length does not fit.
+        """
+        eager = not torch.compiler.is_compiling() and not _capturing(device)
+        past = int(self.columns) if eager and count > 1 else None
+        if batch > self.max_batch or count + (past or 0) > self.max_length:
+            raise ValueError(
+                f"QuantKVCache is fixed to {self.max_batch} rows of {self.max_length} tokens and got {batch} rows of "
+                f"{count} tokens after {past or 0}; raise max_batch and max_length, or leave both out to let it grow"
+            )
+        if eager:
+            self.batch = batch
+        new = torch.ones(batch, count, dtype=torch.bool, device=device) if valid is None else valid
+        lengths, before = self.lengths[:batch], self.before[:batch]
+        before.copy_(lengths)
+        where = (self.columns + torch.arange(count, device=device)).clamp(max=self.max_length - 1)
+        self.valid[:batch].index_copy_(1, where, new)
+        positions = new_positions(before, count, new).clamp(min=0)
+        kept = new & (positions < self.max_length)
+        slots = slots_of(self.pages[:batch], positions.clamp(max=self.max_length - 1), self.page_size)
+        view = self.slots[: batch * count]
+        view.copy_(torch.where(kept, slots, -1).view(-1))
+        lengths.copy_((before + new.sum(1).to(torch.int32)).clamp(max=self.max_length))
+        self.columns.add_(count)
+        return self.current(batch, count, past)
+
+    def current(self, batch: int, count: int, past: int | None) -> Step:
+        """The step that :meth:`append` laid out, for the layers after the first."""
+        longest = self.max_length if past is None else past
+        fixed = (self.lengths[:batch], self.before[:batch], self.pages[:batch])
+        return Step(self.slots[: batch * count], *fixed, past, longest, self.num_pages, None)
+
+    def crop(self, remove: int) -> None:
+        """Drop the last ``remove`` columns of every row."""
+        self.columns.sub_(remove).clamp_(min=0)
+        column = torch.arange(self.max_length, device=self.valid.device)
+        self.valid &= column < self.columns
+        self.lengths.copy_(self.valid.sum(1))
+
+    def select(self, rows: Tensor) -> Tensor:
+        """Reorder rows; returns the page ids to gather every pool by, int64 [num_pages]."""
+        order = torch.arange(self.max_batch, device=self.lengths.device)
+        if len(rows) > self.max_batch:
+            raise ValueError(f"QuantKVCache is fixed to {self.max_batch} rows; {len(rows)} were asked for")
+        order[: len(rows)] = rows.to(order.device)
+        for name in ("lengths", "valid"):
+            tensor = getattr(self, name)
+            tensor.copy_(tensor.index_select(0, order))
+        self.batch = len(rows)
+        return self.pages.index_select(0, order).view(-1).to(torch.int64)

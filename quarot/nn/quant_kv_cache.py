@@ -1,0 +1,353 @@
+"""``QuantKVCache``: keys and values as packed codes in pages, behind the cache interface of transformers.
+
+``update`` hands the attention function a :class:`KVHandle` instead of tensors: whether a token is padding is only known
+there, from the mask, and the codes are read where they lie. The ``"quarot"`` attention function
+(:mod:`quarot.integrations.transformers.attention`) is therefore part of this cache.
+
+Notation: B rows, T new tokens, P tokens a page, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from quarot.nn.kv_format import KVFormat, arguments, token_major
+from quarot.nn.page_table import GrowingTable, StaticTable, Step, slots_of
+from quarot.ops.decode_attention import decode_attention
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+Prefill = Literal["exact", "quantized"]
+
+
+class KVHandle:
+    """What :meth:`QuantKVCache.update` returns in place of keys and values: the new tokens and where they will go."""
+
+    def __init__(self, cache: QuantKVCache, layer: QuantKVLayer, key: Tensor, value: Tensor) -> None:
+        self.cache, self.layer, self.key, self.value = cache, layer, key, value
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"KVHandle has no {name!r}: a QuantKVCache is read by the attention function 'quarot' only; call "
+            "model.set_attn_implementation('quarot') (importing quarot registers it)"
+        )
+
+
+class QuantKVLayer(CacheLayerMixin):
+    """The pages of one layer. Which page holds what is the cache's business: rows are shared by all layers."""
+
+    is_croppable = True
+    is_sliding = False  # a window is applied when reading; nothing is thrown away, so every crop is possible
+
+    def __init__(self, table: GrowingTable | StaticTable, kv_format: KVFormat, first: bool) -> None:
+        super().__init__()
+        self.table, self.format, self.first = table, kv_format, first
+        self.is_compileable = isinstance(table, StaticTable)
+        self.pool: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Take shapes, dtype and device from the first keys [B, kv_heads, T, D]; allocate when the size is fixed."""
+        if key_states.shape[-1] != value_states.shape[-1]:
+            raise NotImplementedError(
+                f"QuantKVCache needs keys and values of one width, got {key_states.shape[-1]} and "
+                f"{value_states.shape[-1]}"
+            )
+        self.kv_heads, self.head_dim = key_states.shape[1], key_states.shape[3]
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.layout = self.format.layout(self.head_dim)
+        self.step: Step | None = None
+        if isinstance(self.table, StaticTable):
+            self.pool = self._allocate(self.table.num_pages)
+            torch._dynamo.mark_static_address(self.pool)
+            if self.first:
+                self.table.start(self.device)
+        self.is_initialized = True
+
+    def check(self, key: Tensor, value: Tensor) -> None:
+        """Raise ValueError unless the new tokens look like those before."""
+        expected = (self.kv_heads, self.head_dim)
+        for name, x in (("key", key), ("value", value)):
+            if (x.shape[1], x.shape[3]) != expected or x.dtype != self.dtype or x.device != self.device:
+                raise ValueError(
+                    f"QuantKVCache holds {expected[0]} kv heads of {expected[1]} in {self.dtype} on {self.device}, got "
+                    f"a {name} with {x.shape[1]} heads of {x.shape[3]} in {x.dtype} on {x.device}"
+                )
+
+    def store(self, key: Tensor, value: Tensor, step: Step) -> None:
+        """Write the new tokens [B, kv_heads, T, D] where ``step`` says."""
+        if isinstance(self.table, GrowingTable):
+            self._grow(step)
+        assert self.pool is not None
+        self.format.append(self.pool, token_major(key), token_major(value), step.slots, self.layout)
+
+    def decode(self, query: Tensor, step: Step, scale: float, window: int) -> Tensor:
+        """Attention over the codes, the new tokens included: query [B, Hq, T, D] -> [B, T, Hq, D]."""
+        assert self.pool is not None
+        args = (*arguments(self.layout), scale, window, *self.format.rotate)
+        out, _ = decode_attention(query.transpose(1, 2).contiguous(), self.pool, step.table, step.lengths, *args)
+        return out
+
+    def gather(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Dequantised (rotated) keys and values at slots [B, S], as [B, kv_heads, S, D]."""
+        assert self.pool is not None
+        batch, length = slots.shape
+        pair = self.format.gather(self.pool, slots.reshape(-1), self.layout, self.dtype)
+        key, value = (x.view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2) for x in pair)
+        return key, value
+
+    def gather_past(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
+        """What was stored before ``step``: keys, values [B, kv_heads, S, D] and which places are filled, bool [B, S]."""
+        positions = torch.arange(max(step.longest, 1), device=step.before.device).expand(len(step.before), -1)
+        filled = positions < step.before[:, None]
+        positions = positions.clamp(max=step.table.shape[1] * self.table.page_size - 1)
+        slots = slots_of(step.table, positions, self.table.page_size)
+        return *self.gather(slots.masked_fill(~filled, -1)), filled
+
+    def _allocate(self, pages: int) -> Tensor:
+        shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)
+        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+
+    def _grow(self, step: Step) -> None:
+        """A larger pool when pages were added (whole pages move, ids stay), and copies of pages no longer shared."""
+        have = 0 if self.pool is None else self.pool.shape[0]
+        if have < step.pages:
+            pool = self._allocate(step.pages)
+            if self.pool is not None:
+                pool[:have].copy_(self.pool)
+            self.pool = pool
+        if step.copies is not None:
+            assert self.pool is not None
+            source, target = step.copies
+            self.pool.index_copy_(0, target, self.pool.index_select(0, source))
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("QuantKVLayer is updated through QuantKVCache.update(key, value, layer_idx)")
+
+    def get_seq_length(self) -> int | Tensor:  # type: ignore[override]
+        return self.table.get_seq_length() if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The mask covers the new tokens only: what the rows hold already is visible by construction."""
+        return query_length, self.get_seq_length()  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        return self.table.max_length if isinstance(self.table, StaticTable) else -1
+
+    @property
+    def batch_size(self) -> int:
+        if not self.is_initialized:
+            raise AttributeError("batch_size is known after the first update")
+        return self.table.batch
+
+    def offload(self) -> None:
+        """Move the pages to the CPU."""
+        if self.pool is not None:
+            self.pool = self.pool.to("cpu", non_blocking=True)
+
+    def prefetch(self) -> None:
+        """Bring the pages back to the layer's device."""
+        if self.pool is not None and self.pool.device != self.device:
+            self.pool = self.pool.to(self.device, non_blocking=True)
+
+    def reset(self) -> None:
+        raise NotImplementedError("rows are shared by all layers: call reset() on the QuantKVCache")
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        raise NotImplementedError("rows are shared by all layers: call reorder_cache() on the QuantKVCache")
+
+
+class QuantKVCache(Cache):
+    """A packed, paged KV cache for ``model.generate`` and plain forwards (paper, section 4, "KV cache quantization").
+
+    Works with the attention implementation ``"quarot"``; a model quantised or loaded by quarot creates one by itself.
+    Prefill attends to the unquantised keys and values and stores their codes, decoding reads the codes; a chunk of
+    more than ``DECODE_TOKENS`` tokens over a non-empty cache attends to the stored codes of the past and to its own
+    unquantised tokens.
+
+    Args:
+        config: the model's configuration; its ``quantization_config`` gives bits, group, clip and R3 unless they are
+            passed. Without one: the paper's 4 bits, groups of 128, clip 0.95, R3 where head_dim has a Hadamard matrix.
+        model: instead of ``config``; also switches its attention implementation to "quarot".
+        key_bits, value_bits, group, clip: see :class:`quarot.nn.kv_format.KVFormat`.
+        rotate: False stores keys without R3.
+        page_size: tokens a page, a multiple of 16.
+        reserve: tokens a row will probably reach: allocated at once, so that the pools need not grow.
+        max_batch, max_length: fix the size (both or neither): nothing is allocated afterwards and nothing syncs, for
+            CUDA graphs and ``torch.compile``.
+        prefill: "quantized" makes prefill attend to the codes too, as the paper's accuracy simulation does.
+        offloading: keep the pages of idle layers in CPU memory.
+
+    Raises:
+        ValueError: sizes that do not fit, or only one of max_batch and max_length.
+    """
+
+    DECODE_TOKENS = 16
+    """Up to this many new tokens are attended to through their codes in one call, exactly as if decoded one by one."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig | None = None,
+        *,
+        model: PreTrainedModel | None = None,
+        key_bits: int | None = None,
+        value_bits: int | None = None,
+        group: int | None = None,
+        clip: float | None = None,
+        rotate: bool | None = None,
+        page_size: int = 64,
+        reserve: int = 0,
+        max_batch: int | None = None,
+        max_length: int | None = None,
+        prefill: Prefill = "exact",
+        offloading: bool = False,
+    ) -> None:
+        if (max_batch is None) != (max_length is None):
+            raise ValueError(f"give both max_batch and max_length or neither, got {max_batch} and {max_length}")
+        if prefill not in ("exact", "quantized"):
+            raise ValueError(f"prefill={prefill!r} is neither 'exact' nor 'quantized'")
+        if page_size < 16 or page_size % 16:
+            raise ValueError(f"page_size {page_size} is not a positive multiple of 16")
+        if model is not None:
+            config = model.config if config is None else config
+            if model.config._attn_implementation != "quarot":
+                model.set_attn_implementation("quarot")
+        if config is None:
+            raise ValueError("QuantKVCache needs the model's configuration: QuantKVCache(model.config)")
+        text_config = config.get_text_config(decoder=True)
+        self.format = _format(config, text_config, key_bits, value_bits, group, clip, rotate)
+        self.prefill_mode, self.page_size, self.offloads = prefill, page_size, offloading
+        self.table: GrowingTable | StaticTable = (
+            GrowingTable(page_size, reserve)
+            if max_batch is None or max_length is None
+            else StaticTable(page_size, max_batch, max_length)
+        )
+        layers = [QuantKVLayer(self.table, self.format, index == 0) for index in range(text_config.num_hidden_layers)]
+        super().__init__(layers=layers)
+
+    @property
+    def is_static(self) -> bool:
+        return isinstance(self.table, StaticTable)
+
+    def __repr__(self) -> str:
+        f = self.format
+        size = f"{self.table.max_batch} x {self.table.max_length}" if isinstance(self.table, StaticTable) else "growing"
+        return (
+            f"QuantKVCache(key_bits={f.key_bits}, value_bits={f.value_bits}, group={f.group}, rotation={f.rotation}, "
+            f"layers={len(self.layers)}, {size}, tokens={int(self.get_seq_length())}, bytes={self.memory_footprint()})"
+        )
+
+    def memory_footprint(self) -> int:
+        """Bytes of all pages allocated so far."""
+        return sum(layer.pool.numel() for layer in self.layers if layer.pool is not None)
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Take the new tokens of a layer [B, kv_heads, T, D]; returns a :class:`KVHandle`, as keys and as values."""
+        layer = self.layers[layer_idx]
+        if not layer.is_initialized:
+            layer.lazy_initialization(key_states, value_states)
+        layer.check(key_states, value_states)
+        handle = KVHandle(self, layer, key_states, value_states)
+        return handle, handle
+
+    def advance(self, layer: QuantKVLayer, batch: int, count: int, valid: Tensor | None) -> Step:
+        """The step of this forward for ``layer``: the first layer lays it out, the others follow.
+
+        Args:
+            valid: bool [B, T], which new tokens are real; None when all are.
+        """
+        first = self.layers[0]
+        if layer.first:
+            step = self.table.append(batch, count, valid, layer.device)
+            if not torch.compiler.is_compiling():
+                first.step = step
+        elif isinstance(self.table, StaticTable):
+            past = None if torch.compiler.is_compiling() or count == 1 else first.step.past
+            step = self.table.current(batch, count, past)
+        else:
+            step = first.step
+        return step.on(layer.device)
+
+    def check_mask(self, attention_mask: Tensor) -> None:
+        """Raise unless a mask [B, columns so far or more] shows the stored tokens that it showed when they came.
+
+        Rows are stored without padding, so a token cannot be hidden later. Not checked while decoding (it would wait
+        for the GPU) nor for a cache of fixed size.
+
+        Raises:
+            NotImplementedError: it hides stored tokens, or shows ones that were hidden.
+        """
+        table = self.table
+        past = int(table.columns) if isinstance(table, GrowingTable) else 0
+        if not past or attention_mask.shape[-1] <= past + 1:
+            return
+        then = True if table.valid is None else table.valid.to(attention_mask.device)
+        wrong = (attention_mask[:, :past].to(torch.bool) != then).sum()
+        if wrong:
+            raise NotImplementedError(
+                f"attention_mask disagrees with the cache about {int(wrong)} of its {past} columns: a token is stored "
+                "or left out for good when it comes; crop() the cache to before them, or use a new cache"
+            )
+
+    def failed(self) -> None:
+        """Take back the tokens of a forward that raised, so that the cache can be used again."""
+        self.table.undo()
+
+    def reset(self) -> None:
+        """Forget all tokens; memory stays allocated."""
+        self.table.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last tokens of every row: ``crop(-n)`` drops n columns; a positive number is the length to keep."""
+        if tokens_to_remove > 0:
+            tokens_to_remove = min(tokens_to_remove - int(self.get_seq_length()), 0)
+        self.table.crop(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in a new order (beam search). Growing: page ids move and beams share pages; fixed size: bytes move."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row ``repeats`` times, one after the other; growing caches share the pages until a row writes."""
+        self._select(torch.arange(self.table.batch).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:
+        """Keep the rows at ``indices`` (integers or a boolean mask)."""
+        rows = torch.arange(self.table.batch)
+        self._select(rows[indices.cpu() if isinstance(indices, Tensor) else indices])
+
+    def _select(self, rows: Tensor) -> None:
+        order = self.table.select(rows)
+        for layer in self.layers:
+            if order is not None and layer.pool is not None:
+                layer.pool.copy_(layer.pool.index_select(0, order.to(layer.pool.device)))
+
+
+def _format(
+    config: PretrainedConfig,
+    text_config: PretrainedConfig,
+    key_bits: int | None,
+    value_bits: int | None,
+    group: int | None,
+    clip: float | None,
+    rotate: bool | None,
+) -> KVFormat:
+    """The storage format: the model's own (its quantization_config) or the paper's, with the passed fields on top."""
+    from quarot.rotation.hadamard import hadamard_spec
+
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    stored = KVFormat.of_model(config)
+    base = stored or KVFormat(rotation=hadamard_spec(head_dim))
+    rotation = base.rotation if rotate is None else (base.rotation or hadamard_spec(head_dim)) if rotate else None
+    return KVFormat(
+        base.key_bits if key_bits is None else key_bits,
+        base.value_bits if value_bits is None else value_bits,
+        base.group if group is None else group,
+        base.clip if clip is None else clip,
+        rotation,
+    )
