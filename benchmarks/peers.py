@@ -1,0 +1,67 @@
+"""What the kernels are compared with: each function returns ``make`` for :func:`benchmarks.timing.measure`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from benchmarks.timing import Call, measure
+
+Make = Callable[[], Call]
+
+
+def cublas_fp16(m: int, n: int, k: int, dtype: torch.dtype = torch.float16) -> Make:
+    """``F.linear`` in half precision: what the full-precision model runs."""
+
+    def make() -> Call:
+        x, w = (torch.randn(rows, k, device="cuda", dtype=dtype) for rows in (m, n))
+        return lambda: F.linear(x, w)
+
+    return make
+
+
+def int_mm(m: int, n: int, k: int) -> Make:
+    """``torch._int_mm`` (cuBLASLt INT8, int32 out, no scales): at least 17 rows, multiples of 8, so M is padded to 32."""
+    padded = max(32, -(-m // 8) * 8)
+
+    def make() -> Call:
+        x = torch.randint(-8, 8, (padded, k), device="cuda", dtype=torch.int8)
+        w = torch.randint(-8, 8, (n, k), device="cuda", dtype=torch.int8)
+        return lambda: torch._int_mm(x, w.t())
+
+    return make
+
+
+def fp8_rowwise(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Make:
+    """``torch._scaled_mm`` with a scale per row and per column, the FP8 peer (M padded to 16)."""
+    padded = -(-m // 16) * 16
+
+    def make() -> Call:
+        x = torch.randn(padded, k, device="cuda").to(torch.float8_e4m3fn)
+        w = torch.randn(n, k, device="cuda").to(torch.float8_e4m3fn)
+        row, column = torch.rand(padded, 1, device="cuda"), torch.rand(1, n, device="cuda")
+        return lambda: torch._scaled_mm(x, w.t(), scale_a=row, scale_b=column, out_dtype=dtype)
+
+    return make
+
+
+def copy_floor(nbytes: int) -> Make:
+    """A copy that moves ``nbytes`` in all (half read, half written): no kernel with that traffic is faster."""
+
+    def make() -> Call:
+        source = torch.empty(max(nbytes // 2, 1), dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    return make
+
+
+def gemm_peers(m: int, n: int, k: int) -> dict[str, float]:
+    """Microseconds of every GEMM peer this GPU runs."""
+    times = {"cublas_fp16": measure(cublas_fp16(m, n, k), 2 * (m * k + n * k + m * n))}
+    times["int_mm"] = measure(int_mm(m, n, k), m * k + n * k + 4 * m * n)
+    if torch.cuda.get_device_capability() >= (8, 9):
+        times["fp8_rowwise"] = measure(fp8_rowwise(m, n, k), m * k + n * k + 2 * m * n)
+    return times

@@ -1,0 +1,232 @@
+"""Benchmark rows: written to ``results/<gpu>.json``, read back as tables and plots.
+
+``python -m benchmarks.report`` prints tables, ``--readme`` writes them into README.md, ``--plots DIR`` draws them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+FIELDS = ("op", "model", "layer", "m", "n", "k", "dtype", "us", "roof_us", "peer", "peer_us", "ratio")
+STAMPS = ("gpu", "commit", "torch", "date")
+_IDENTITY = ("op", "model", "layer", "m", "n", "k", "dtype", "peer", "gpu")
+
+
+class Row(dict[str, Any]):
+    """One measurement, with every field of the format; absent ones are None, extra ones are kept.
+
+    ``ratio`` is computed: peer_us / us, so above 1 is faster than the peer.
+    """
+
+    def __init__(self, op: str, model: str, layer: str | None = None, **fields: Any) -> None:
+        super().__init__(dict.fromkeys(FIELDS))
+        self.update(op=op, model=model, layer=layer, **fields)
+        for name in ("us", "roof_us", "peer_us"):
+            if self[name] is not None:
+                self[name] = round(float(self[name]), 4)
+        if self["us"] and self["peer_us"]:
+            self["ratio"] = round(self["peer_us"] / self["us"], 4)
+
+
+def commit() -> str | None:
+    """The commit this tree is at, ``+`` appended when files differ from it; $QUAROT_COMMIT where there is no git."""
+    if os.environ.get("QUAROT_COMMIT"):
+        return os.environ["QUAROT_COMMIT"]
+    try:
+        head = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+        if head.returncode:
+            return None
+        # -uno: results and build outputs lying about do not make the code another one.
+        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "quarot", "csrc"], cwd=ROOT)
+    except OSError:
+        return None
+    return head.stdout.strip() + ("+" if changed.returncode else "")
+
+
+def gpu_slug(name: str) -> str:
+    """``"NVIDIA H200"`` -> ``"h200"``: the stem of the results file."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "").replace("geforce", "")).strip("-")
+
+
+def stamp(row: dict[str, Any], gpu: str | None = None) -> dict[str, Any]:
+    """Add where and when: gpu, commit, torch, date."""
+    now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    name = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    return {**row, "gpu": name, "commit": commit(), "torch": torch.__version__, "date": now}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of one results file; an absent file has none."""
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(rows, list):
+        raise ValueError(f"{path} is not a JSON list of rows")
+    return rows
+
+
+def append(rows: Iterable[dict[str, Any]], path: Path) -> None:
+    """Append rows; the file is replaced in one step, so a reader or a crash never sees half of it."""
+    everything = read(path) + list(rows)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = "[\n" + ",\n".join(json.dumps(row) for row in everything) + "\n]\n"
+    handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The last row of each measurement (same op, model, layer, sizes, dtype, peer and GPU), in first-seen order."""
+    latest: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for row in rows:
+        latest[tuple(row.get(name) for name in _IDENTITY)] = row
+    return list(latest.values())
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> str:
+    """A Markdown table of these columns."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(_number(row.get(name)) for name in columns) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def speed_tables(results: Path = RESULTS) -> str:
+    """One Markdown section a GPU and op, from every ``results/*.json`` that holds timing rows."""
+    parts = []
+    for path in sorted(results.glob("*.json")):
+        rows = [row for row in newest(read(path)) if row.get("us") is not None or row.get("op") == "e2e_memory"]
+        for op in dict.fromkeys(row["op"] for row in rows):
+            mine = [row for row in rows if row["op"] == op]
+            used = tuple(name for name in FIELDS[1:] if any(row.get(name) is not None for row in mine))
+            extra = tuple(n for n in dict.fromkeys(k for row in mine for k in row) if n not in FIELDS + STAMPS)
+            parts.append(f"**{op}** on {mine[-1]['gpu']} (torch {mine[-1]['torch']})\n\n{table(mine, used + extra)}")
+    return "\n\n".join(parts) or "No measurements yet."
+
+
+def accuracy_table(results: Path = RESULTS) -> str:
+    """The Markdown table of ``results/accuracy-smollm2.json``: mean over seeds, and their range."""
+    rows = read(results / "accuracy-smollm2.json")
+    groups: dict[tuple[Any, ...], dict[Any, dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row.get("table"), row["setting"], row.get("windows")), {})[row.get("seed")] = row
+    shown = []
+    for (name, setting, windows), seeds in groups.items():
+        values = [row["ppl"] for row in seeds.values() if row.get("ppl") is not None]
+        if not values:
+            continue
+        spread = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
+        mean = sum(values) / len(values)
+        shown.append({"table": name, "setting": setting, "ppl": f"{mean:.4g}", "seeds": len(values)})
+        shown[-1].update(range=spread, windows=windows)
+    return table(shown, ("table", "setting", "ppl", "seeds", "range", "windows")) if shown else "No measurements yet."
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """Replace what stands between ``<!-- name:begin -->`` and ``<!-- name:end -->``.
+
+    Raises:
+        ValueError: the markers are missing.
+    """
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if begin not in text or end not in text:
+        raise ValueError(f"markers {begin} and {end} are missing")
+    head, tail = text.split(begin)[0], text.split(end)[1]
+    return f"{head}{begin}\n{content}\n{end}{tail}"
+
+
+def write_readme(path: Path = ROOT / "README.md", results: Path = RESULTS) -> None:
+    """Write the measured tables into the README."""
+    text = path.read_text(encoding="utf-8")
+    text = fill(text, "accuracy", accuracy_table(results))
+    path.write_text(fill(text, "summary", summary(results)), encoding="utf-8")
+
+
+def summary(results: Path = RESULTS) -> str:
+    """The README's speed table: the widest rows of each op, one line each; the full tables are in docs/benchmarks.md."""
+    chosen: list[dict[str, Any]] = []
+    for path in sorted(results.glob("*.json")):
+        rows = [row for row in newest(read(path)) if row.get("ratio") is not None]
+        for key in dict.fromkeys((row["op"], row["peer"]) for row in rows):
+            mine = sorted((r for r in rows if (r["op"], r["peer"]) == key), key=lambda r: r["ratio"])
+            for row in dict.fromkeys(map(json.dumps, (mine[0], mine[len(mine) // 2], mine[-1]))):
+                chosen.append(json.loads(row))
+    if not chosen:
+        return "No measurements yet."
+    columns = ("op", "model", "layer", "m", "n", "k", "us", "roof_us", "peer", "peer_us", "ratio", "gpu")
+    return "Slowest, median and fastest row of each op against each peer.\n\n" + table(chosen, columns)
+
+
+def plots(folder: Path, results: Path = RESULTS) -> list[Path]:
+    """One bar chart of ratios an op and GPU.
+
+    Raises:
+        ImportError: matplotlib is missing.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for path in sorted(results.glob("*.json")):
+        rows = [row for row in newest(read(path)) if row.get("ratio") is not None]
+        for op in dict.fromkeys(row["op"] for row in rows):
+            mine = [row for row in rows if row["op"] == op]
+            names = [f"{r['model']} {r['layer'] or ''} m={r['m']} vs {r['peer']}" for r in mine]
+            figure, axes = pyplot.subplots(figsize=(8, 1 + 0.25 * len(mine)))
+            axes.barh(names, [row["ratio"] for row in mine])
+            axes.axvline(1.0, color="black", linewidth=0.8)
+            axes.invert_yaxis()
+            axes.set_xlabel(f"times faster than the peer ({mine[0]['gpu']})")
+            axes.set_title(op)
+            figure.tight_layout()
+            target = folder / f"{path.stem}-{op}.png"
+            figure.savefig(target, dpi=120)
+            pyplot.close(figure)
+            written.append(target)
+    return written
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--readme", action="store_true", help="write the tables into README.md and docs/benchmarks.md")
+    parser.add_argument("--plots", type=Path, metavar="DIR", help="draw one chart an op into DIR")
+    options = parser.parse_args(arguments)
+    if options.readme:
+        write_readme()
+        docs = ROOT / "docs" / "benchmarks.md"
+        docs.write_text(fill(docs.read_text(encoding="utf-8"), "speed", speed_tables()), encoding="utf-8")
+        print("README.md and docs/benchmarks.md written")
+    if options.plots:
+        print("\n".join(map(str, plots(options.plots))) or "no rows to draw")
+    if not options.readme and not options.plots:
+        print(speed_tables() + "\n\n**accuracy, SmolLM2-135M**\n\n" + accuracy_table())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
