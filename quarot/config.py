@@ -42,6 +42,12 @@ class QuarotConfig(QuantizationConfigMixin):
         ignore: names or ``re:`` regular expressions of linear modules left in the model's dtype.
         overrides: ``{regex: {field: value}}`` for single linear modules; later entries win.
         rotation: the :class:`~quarot.rotation.plan.RotationPlan` the model was rotated with, as JSON; None = not rotated.
+        gptq_quantized_inputs: Hessians from activations quantised as at run time (the paper: from unquantised ones).
+        gptq_asymmetric: fit each layer to the full-precision model's output, so that it also corrects the error made
+            upstream (in the manner of GPTAQ); a second set of hidden states and a second copy of one decoder layer.
+        gptq_weighted_clip: weigh the clip search by the Hessian's diagonal.
+        a_clip_search: choose the clip ratio of each layer's input by its output error on the calibration windows,
+            instead of ``a_clip`` everywhere; the ratios found are stored as ``overrides``.
     """
 
     quant_method: str = "quarot"  # type: ignore[assignment]
@@ -67,6 +73,10 @@ class QuarotConfig(QuantizationConfigMixin):
     ignore: list[str] = field(default_factory=lambda: ["lm_head"])
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     rotation: dict[str, Any] | None = None
+    gptq_quantized_inputs: bool = False
+    gptq_asymmetric: bool = False
+    gptq_weighted_clip: bool = False
+    a_clip_search: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", list(self.ignore))

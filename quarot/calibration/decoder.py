@@ -1,0 +1,91 @@
+"""Running a model's own decoder layers one at a time on calibration windows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quarot.architectures import architecture_of, decoder_layers
+
+TOKENS_PER_STEP = 16384
+"""Tokens that go through a layer at once on a GPU; on a CPU it is one window."""
+
+
+class LayerInputs:
+    """The hidden states in front of a decoder layer, and the other arguments of every layer.
+
+    One set of hidden states [windows, length, hidden] in the model's dtype, in steps of a few windows each; ``advance``
+    replaces it by the layer's outputs.
+    """
+
+    def __init__(self, model: nn.Module, windows: torch.Tensor, device: torch.device | None) -> None:
+        record = architecture_of(model)
+        body = model.get_submodule(record.layers.rpartition(".")[0])
+        layers = [layer for _, layer in decoder_layers(model)]
+        home = model.get_submodule(record.embed).weight.device
+        self.device = device or home
+        step = max(1, TOKENS_PER_STEP // windows.shape[1]) if self.device.type == "cuda" else 1
+        self.steps: list[torch.Tensor] = []
+        self._arguments: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        for ids in windows.split(step):
+            with _recorded(layers) as calls, torch.no_grad():
+                body(input_ids=ids.to(home), use_cache=False)
+            self.steps.append(calls[0][0].to(self.device))
+            for index, (_, args, kwargs) in enumerate(calls):
+                self._arguments.setdefault((index, ids.shape[0]), (args, kwargs))
+
+    def copy(self) -> LayerInputs:
+        """A second set of hidden states that starts from the same ones."""
+        twin = copy.copy(self)
+        twin.steps = list(self.steps)
+        return twin
+
+    def run(self, index: int, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """The output of decoder layer ``index`` for one step of hidden states, on the layer's device."""
+        device = next(layer.parameters()).device
+        args, kwargs = self._arguments[index, hidden.shape[0]]
+        with torch.no_grad():
+            out = layer(hidden.to(device), *_moved(args, device), **_moved(kwargs, device))
+        return out[0] if isinstance(out, tuple) else out
+
+    def advance(self, index: int, layer: nn.Module) -> None:
+        """Replace every step by the layer's output."""
+        for i, hidden in enumerate(self.steps):
+            self.steps[i] = self.run(index, layer, hidden).to(self.device)
+
+
+@contextmanager
+def _recorded(layers: list[nn.Module]) -> Iterator[list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]]]:
+    """Let hidden states pass through all decoder layers untouched, and record what each layer is called with."""
+    calls: list[tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]]] = []
+
+    def passed(hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append((hidden_states, args, kwargs))
+        return hidden_states
+
+    before = [layer.__dict__.get("forward") for layer in layers]
+    for layer in layers:
+        layer.forward = passed
+    try:
+        yield calls
+    finally:
+        for layer, forward in zip(layers, before, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, (tuple, list)):
+        return type(value)(_moved(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    return value

@@ -1,0 +1,217 @@
+"""Quantising the linear layers of one decoder layer, stage by stage (paper, section 4, stage 2a, and section 5)."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from quarot.architectures import Architecture
+from quarot.calibration.activation_clip import search_activation_clip
+from quarot.calibration.decoder import LayerInputs
+from quarot.calibration.moments import Moments
+from quarot.calibration.observed_linear import ObservedLinear
+from quarot.config import QuarotConfig
+from quarot.nn.quant_linear import QuantLinear, linear_weight
+from quarot.quantization.gptq import check_finite, quantize_gptq
+from quarot.quantization.grid import QuantizedWeight
+from quarot.quantization.rtn import quantize_rtn
+from quarot.quantization.stages import Stage, same_grid, stages
+from quarot.quantization.target import target_weight
+
+_CLIP_SEARCH_STEPS = 4
+
+
+class _Reached(Exception):
+    """Ends a forward pass once the input that was wanted is there."""
+
+
+class LayerQuantizer:
+    """One decoder layer on its way from float to integer.
+
+    Args:
+        name: of the layer in the model, for messages.
+        layer: changed in place: linear layers become :class:`ObservedLinear` for the time being, then ``QuantLinear``.
+        configs: by path inside the layer, of the linear layers to quantise.
+        index: of the layer, for ``inputs``.
+        inputs: hidden states in front of the layer; None when nothing needs calibration (RTN).
+        reference: hidden states of the unquantised model, for asymmetric calibration; None without.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        layer: nn.Module,
+        record: Architecture,
+        configs: dict[str, QuarotConfig],
+        index: int,
+        inputs: LayerInputs | None,
+        reference: LayerInputs | None = None,
+    ) -> None:
+        self.name, self.layer, self.record, self.index = name, layer, record, index
+        self.configs = configs
+        self.inputs, self.reference = inputs, reference
+        self.results: dict[str, QuantizedWeight] = {}
+        self.clips: dict[str, float] = {}
+        for path in configs:
+            check_finite(linear_weight(layer.get_submodule(path)), None, f"{name}.{path}")
+        self.original = copy.deepcopy(layer) if reference is not None else None
+        self.observed = _observe(layer, configs, quantized_inputs=True)
+        self._teachers = {} if self.original is None else _observe(self.original, configs, quantized_inputs=False)
+
+    def quantize(self) -> None:
+        """Quantise every stage; the later ones see the earlier ones quantised."""
+        for stage in stages(self.record, self.layer):
+            chosen = tuple(path for path in stage if path in self.configs)
+            if not chosen:
+                continue
+            if any(self.configs[path].a_clip_search and self.configs[path].a_bits < 16 for path in chosen):
+                self._choose_clip(chosen)
+            weighted = tuple(path for path in chosen if self.configs[path].w_bits < 16)
+            moments = self._moments(weighted) if any(self.configs[p].w_method == "gptq" for p in weighted) else None
+            for part in same_grid(weighted, self.configs):
+                self._quantize_part(part, moments)
+
+    def adopt(self, results: dict[str, QuantizedWeight], clips: dict[str, float]) -> None:
+        """Take finished codes (of an interrupted run) instead of computing them."""
+        for path, clip in clips.items():
+            self._set_clip(path, clip)
+        for path, result in results.items():
+            self._finish(path, result)
+
+    def advance(self) -> None:
+        """Move the hidden states behind this layer."""
+        if self.inputs is not None:
+            self.inputs.advance(self.index, self.layer)
+        if self.reference is not None and self.original is not None:
+            self.reference.advance(self.index, self.original)
+
+    def install(self) -> None:
+        """Put the integer layers in place."""
+        for path, observed in self.observed.items():
+            result = self.results.get(path)
+            parts = (None, None, None) if result is None else result
+            self.layer.set_submodule(path, QuantLinear.from_linear(observed.source, self.configs[path], *parts))
+
+    def _quantize_part(self, part: Stage, moments: Moments | None) -> None:
+        config = self.configs[part[0]]
+        name = ", ".join(f"{self.name}.{path}" for path in part)
+        weights = [linear_weight(self.observed[path].source).detach() for path in part]
+        weight = torch.cat([w.float() for w in weights])
+        grid: dict[str, Any] = {
+            "symmetric": config.w_symmetric,
+            "group_size": config.w_group_size,
+            "search": config.w_clip,
+        }
+        if config.w_method == "rtn" or moments is None:
+            result = quantize_rtn(weight, config.w_bits, **grid)
+        else:
+            if self.original is not None:
+                residual = moments.cross("residual") if part[0] in self._writers else None
+                weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
+            result = quantize_gptq(
+                weight,
+                moments.hessian,
+                config.w_bits,
+                **grid,
+                damping=config.gptq_damping,
+                act_order=config.gptq_act_order,
+                block_size=config.gptq_block_size,
+                weigh_search=config.gptq_weighted_clip,
+                name=name,
+            )
+        rows = [w.shape[0] for w in weights]
+        zeros = (None,) * len(part) if result.zero is None else result.zero.split(rows)
+        for path, codes, scale, zero in zip(
+            part, result.codes.split(rows), result.scale.split(rows), zeros, strict=True
+        ):
+            self._finish(path, QuantizedWeight(codes, scale, zero))
+
+    def _finish(self, path: str, result: QuantizedWeight) -> None:
+        observed = self.observed[path]
+        self.results[path] = result
+        observed.matrix = result.dequantize().to(observed.matrix.dtype)
+
+    @property
+    def _writers(self) -> tuple[str, str]:
+        return self.record.attn_out.path, self.record.mlp_out.path
+
+    def _choose_clip(self, stage: Stage) -> None:
+        assert self.inputs is not None
+        first = self.observed[stage[0]]
+        before, first.quantized_inputs = first.quantized_inputs, False
+        steps = self.inputs.steps[:: max(1, len(self.inputs.steps) // _CLIP_SEARCH_STEPS)]
+        x = torch.cat([_input_of(self.inputs, self.index, self.layer, first, h)[0].flatten(0, -2) for h in steps])
+        first.quantized_inputs = before
+        weight = torch.cat([linear_weight(self.observed[path].source).detach() for path in stage])
+        config = self.configs[stage[0]]
+        clip = search_activation_clip(x, weight, config.a_bits, config.a_group_size)
+        for path in stage:
+            self._set_clip(path, clip)
+
+    def _set_clip(self, path: str, clip: float) -> None:
+        self.clips[path] = clip
+        self.configs[path] = self.observed[path].config = self.configs[path].replace(a_clip=clip)
+
+    def _moments(self, stage: Stage) -> Moments:
+        assert self.inputs is not None
+        moments = Moments()
+        path = stage[0]
+        writes = path in self._writers
+        for step, hidden in enumerate(self.inputs.steps):
+            watched = self._stream(self.layer, path)
+            x, stream = _input_of(self.inputs, self.index, self.layer, self.observed[path], hidden, watched)
+            targets = {}
+            if self.reference is not None and self.original is not None:
+                teacher, hidden = self._teachers[path], self.reference.steps[step]
+                watched = self._stream(self.original, path)
+                targets["input"], clean = _input_of(self.reference, self.index, self.original, teacher, hidden, watched)
+                if writes:
+                    scale = getattr(self.layer, "residual_multiplier", 1.0)  # Granite scales what it adds
+                    targets["residual"] = (clean.float() - stream.float()) / scale
+            moments.add(x, **targets)
+        return moments
+
+    def _stream(self, layer: nn.Module, path: str) -> nn.Module:
+        """The norm whose input is the residual stream that the output of ``path`` is added to."""
+        return layer.get_submodule(self.record.mlp_norm if path == self.record.mlp_out.path else self.record.attn_norm)
+
+
+def _observe(layer: nn.Module, configs: dict[str, QuarotConfig], quantized_inputs: bool) -> dict[str, ObservedLinear]:
+    observed = {}
+    for path, config in configs.items():
+        source = layer.get_submodule(path)
+        observed[path] = ObservedLinear(source, config, quantized_inputs and config.gptq_quantized_inputs)
+        layer.set_submodule(path, observed[path])
+    return observed
+
+
+def _input_of(
+    inputs: LayerInputs,
+    index: int,
+    layer: nn.Module,
+    linear: ObservedLinear,
+    hidden: torch.Tensor,
+    stream: nn.Module | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ``linear`` and the norm ``stream`` are given when ``hidden`` passes through the layer."""
+    seen: list[torch.Tensor] = []
+    passed: list[torch.Tensor] = [hidden]
+
+    def reached(x: torch.Tensor) -> None:
+        seen.append(x)
+        raise _Reached
+
+    handle = None if stream is None else stream.register_forward_pre_hook(lambda _, args: passed.append(args[0]))
+    linear.observer = reached
+    try:
+        inputs.run(index, layer, hidden)
+    except _Reached:
+        pass
+    finally:
+        linear.observer = None
+        if handle is not None:
+            handle.remove()
+    return seen[0], passed[-1]

@@ -1,0 +1,95 @@
+"""What an interrupted ``quantize_model`` leaves behind: one safetensors file a finished layer, and a fingerprint.
+
+``fingerprint.json`` tells which model, configuration and calibration windows the folder belongs to; another run that
+finds a different one stops instead of mixing two. Files are written beside their place and renamed, so that a kill at
+any moment leaves whole files only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from quarot import __version__
+from quarot.config import QuarotConfig
+from quarot.quantization.grid import QuantizedWeight
+
+_SAMPLED = 4096
+
+
+class ProgressStore:
+    """The finished layers in one folder.
+
+    Raises:
+        ValueError: the folder belongs to another model, configuration or calibration set.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], fingerprint: dict[str, str]) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / "fingerprint.json"
+        if path.exists():
+            found = json.loads(path.read_text())
+            differing = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
+            if differing:
+                raise ValueError(
+                    f"resume_dir {self.folder} holds a run with another {', '.join(differing)};"
+                    f" delete it or choose another folder"
+                )
+        else:
+            temporary = path.with_suffix(".tmp")
+            temporary.write_text(json.dumps(fingerprint, indent=1))
+            os.replace(temporary, path)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.safetensors"
+
+    def load(self, name: str) -> tuple[dict[str, QuantizedWeight], dict[str, float]] | None:
+        """Codes and activation clips by path of the layer of that name, or None when it is not finished."""
+        if not self._path(name).exists():
+            return None
+        with safe_open(self._path(name), framework="pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+            clips = json.loads(file.metadata()["clips"])
+        paths = sorted({key.rpartition(":")[0] for key in tensors})
+        results = {
+            path: QuantizedWeight(tensors[f"{path}:codes"], tensors[f"{path}:scale"], tensors.get(f"{path}:zero"))
+            for path in paths
+        }
+        return results, clips
+
+    def save(self, name: str, results: dict[str, QuantizedWeight], clips: dict[str, float]) -> None:
+        """Write one finished layer."""
+        tensors = {
+            f"{path}:{key}": tensor.cpu().contiguous()
+            for path, result in results.items()
+            for key, tensor in result._asdict().items()
+            if tensor is not None
+        }
+        temporary = self._path(name).with_suffix(".tmp")
+        save_file(tensors, temporary, metadata={"clips": json.dumps(clips)})
+        os.replace(temporary, self._path(name))
+
+
+def fingerprint(model: nn.Module, config: QuarotConfig, windows: torch.Tensor | None) -> dict[str, str]:
+    """Hashes of what a run's result depends on. Of every weight up to 4096 evenly spaced elements count."""
+    weights = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().contiguous()
+        weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        weights.update(sample.numpy().tobytes())
+    tokens = b"" if windows is None else windows.contiguous().numpy().tobytes()
+    return {
+        "quarot version": __version__,
+        "configuration": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest(),
+        "model": weights.hexdigest(),
+        "calibration text": hashlib.sha256(tokens).hexdigest(),
+    }
