@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from quarot.nn.quant_kv_cache import QuantKVCache
     from quarot.nn.quant_linear import QuantLinear
     from quarot.ops.hadamard import hadamard_transform
-    from quarot.quantization.quantize import quantize_model
+    from quarot.quantization.quantize_model import quantize_model
     from quarot.rotation.plan import RotationPlan
     from quarot.rotation.rotate import rotate_model
     from quarot.rotation.spec import HadamardSpec
@@ -33,7 +33,7 @@ _PLACES = {
     "hadamard_transform": "quarot.ops.hadamard",
     "load": "quarot.integrations.transformers.loading",
     "perplexity": "quarot.evaluation",
-    "quantize_model": "quarot.quantization.quantize",
+    "quantize_model": "quarot.quantization.quantize_model",
     "rotate_model": "quarot.rotation.rotate",
 }
 

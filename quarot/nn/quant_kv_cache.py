@@ -102,7 +102,7 @@ class QuantKVLayer(CacheLayerMixin):
         return key, value
 
     def gather_past(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """What was stored before ``step``: keys, values [B, kv_heads, S, D] and which places are filled, bool [B, S]."""
+        """What was stored before ``step``: keys, values [B, kv_heads, S, D], and bool [B, S] which places are filled."""
         positions = torch.arange(max(step.longest, 1), device=step.before.device).expand(len(step.before), -1)
         filled = positions < step.before[:, None]
         positions = positions.clamp(max=step.table.shape[1] * self.table.page_size - 1)

@@ -48,7 +48,7 @@ class QuarotHfQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        from quarot.integrations.transformers.attach import attach
+        from quarot.integrations.transformers.attachment import attach
 
         if not self.pre_quantized:
             self.quantization_config = quantize_at_load(model, self.quantization_config)
@@ -58,7 +58,7 @@ class QuarotHfQuantizer(HfQuantizer):
 
     def dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
         """Back to a plain model: rounded weights in ``dtype``, online rotations folded in, no trace of quarot left."""
-        from quarot.integrations.transformers.attach import detach
+        from quarot.integrations.transformers.attachment import detach
         from quarot.integrations.transformers.dequantize import plain_linears
 
         plain_linears(model, dtype or model.config.dtype)  # type: ignore[union-attr]

@@ -38,7 +38,7 @@ def verify_checkpoint(model: nn.Module, files: Iterable[str | os.PathLike[str]] 
     for name, shape in wanted.items():
         if stored[name] != shape:
             raise ValueError(
-                f"the checkpoint in {where} has {name} of shape {list(stored[name])}, its config.json wants {list(shape)}"
+                f"the checkpoint in {where} has {name} of shape {list(stored[name])}, config.json wants {list(shape)}"
             )
 
 
