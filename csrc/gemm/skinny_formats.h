@@ -1,0 +1,12 @@
+// One function per weight format, each in its own source file (they compile in parallel).
+#pragma once
+
+#include "gemm/skinny.h"
+
+namespace quarot {
+
+cudaError_t skinny_int4(SkinnyProblem const& problem, SkinnyConfig const& config);
+cudaError_t skinny_int8(SkinnyProblem const& problem, SkinnyConfig const& config);
+cudaError_t skinny_int4_grouped(SkinnyProblem const& problem, SkinnyConfig const& config);
+
+}  // namespace quarot

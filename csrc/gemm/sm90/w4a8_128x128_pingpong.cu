@@ -1,0 +1,13 @@
+// 128 channels x 128 tokens, two consumer warpgroups on alternate tiles: 129-512 tokens, where wide tiles leave SMs idle.
+#include "gemm/sm90/kernels.h"
+#include "gemm/sm90/w4a8_rs.h"
+
+namespace quarot::sm90 {
+namespace {
+using Config = W4A8<cute::Shape<cute::_128, cute::_128, cute::_128>, cutlass::gemm::KernelTmaWarpSpecializedPingpong,
+                    cutlass::epilogue::TmaWarpSpecialized>;
+}
+
+cudaError_t w4a8_128x128_pingpong(GemmProblem const& p) { return launch<Config>(p); }
+
+}  // namespace quarot::sm90

@@ -1,0 +1,13 @@
+// int8 weights, 128 channels x 256 tokens; see w4a8_128x256.cu for when this tile is the right one.
+#include "gemm/sm90/kernels.h"
+#include "gemm/sm90/w8a8_ss.h"
+
+namespace quarot::sm90 {
+namespace {
+using Config = W8A8<cute::Shape<cute::_128, cute::_256, cute::_128>, cutlass::gemm::KernelTmaWarpSpecializedCooperative,
+                    cutlass::epilogue::TmaWarpSpecializedCooperative>;
+}
+
+cudaError_t w8a8_128x256(GemmProblem const& p) { return launch<Config>(p); }
+
+}  // namespace quarot::sm90
