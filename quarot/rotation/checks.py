@@ -1,0 +1,123 @@
+"""Everything that can be wrong with a model, found before any of it is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from quarot.architectures import Architecture, Geometry, decoder_layers, has_submodule
+
+
+def check_model(model: nn.Module, record: Architecture, sizes: Geometry) -> None:
+    """Check that a model can be rotated.
+
+    Raises:
+        ValueError: already rotated or quantised; weights on meta, offloaded, shared, or holding NaN or infinity.
+        NotImplementedError: its structure is not what the record of its family says.
+    """
+    check_unquantized(model)
+    _check_linears(model, record, sizes)
+    _check_all_claimed(model, record)
+    _check_sharing(model, record)
+    _check_values(model)
+
+
+def check_unquantized(model: nn.Module) -> None:
+    """Refuse a model that quarot has rotated or quantised, or that another method has quantised (GGUF loads dense)."""
+    config: Any = getattr(model.config, "quantization_config", None)
+    get = config.get if isinstance(config, dict) else lambda key: getattr(config, key, None)
+    method = str(getattr(get("quant_method"), "value", get("quant_method"))) if config is not None else None
+    if method == "quarot":
+        state = "quantised" if get("w_bits") != 16 else "rotated"
+        raise ValueError(f"this model is already {state} by quarot; load the original model and start from there")
+    if getattr(model, "quarot_rotation", None) is not None:
+        raise ValueError("this model is already rotated by quarot; load the original model and start from there")
+    if method is not None and method != "gguf":
+        raise ValueError(
+            f"this model is quantised by {method!r}; rotation needs the original weights: load the unquantised model"
+        )
+
+
+def _check_linears(model: nn.Module, record: Architecture, sizes: Geometry) -> None:
+    def check(name: str, module: nn.Module, shape: tuple[int, int]) -> None:
+        if type(module) is not nn.Linear or not module.weight.is_floating_point():
+            hint = "; pass GgufConfig(dequantize=True) to from_pretrained" if "Gguf" in type(module).__name__ else ""
+            raise ValueError(f"{name} is a {type(module).__name__}, not a plain floating-point nn.Linear{hint}")
+        if tuple(module.weight.shape) != shape:
+            raise NotImplementedError(
+                f"{name}: weight {tuple(module.weight.shape)}, but the config of this {record.family} says {shape}"
+            )
+
+    columns = {"attn_out": sizes.heads * sizes.head_dim, "mlp_out": sizes.intermediate}
+    for name, layer in decoder_layers(model):
+        for slot, projections in slots(record).items():
+            for projection in projections:
+                if has_submodule(layer, projection.path):
+                    rows = sum(sizes.rows(part) for part in projection.parts)
+                    shape = (rows, columns.get(slot, sizes.hidden))
+                    check(f"{name}.{projection.path}", layer.get_submodule(projection.path), shape)
+                elif not (record.experts and slot.startswith("mlp") and has_submodule(layer, record.experts.module)):
+                    raise NotImplementedError(f"{name} has no {projection.path}, which a {record.family} model has")
+    embed, head = model.get_submodule(record.embed), model.get_submodule(record.lm_head)
+    check(record.lm_head, head, (head.weight.shape[0], sizes.hidden))
+    if not isinstance(embed, nn.Embedding) or embed.weight.shape[1] != sizes.hidden:
+        raise NotImplementedError(f"{record.embed} is not an embedding of width {sizes.hidden}: {embed}")
+
+
+def slots(record: Architecture) -> dict[str, tuple[Any, ...]]:
+    """The linear layers of a decoder layer by the slot names of :mod:`quarot.rotation.sites`."""
+    return {
+        "attn_in": record.attn_in,
+        "attn_out": (record.attn_out,),
+        "mlp_in": record.mlp_in,
+        "mlp_out": (record.mlp_out,),
+    }
+
+
+def _claimed(model: nn.Module, record: Architecture) -> Iterator[str]:
+    yield from (f"{path}.weight" for path in (record.embed, record.final_norm, record.lm_head))
+    yield f"{record.lm_head}.bias"
+    for name, _ in decoder_layers(model):
+        for norm in (record.attn_norm, record.mlp_norm, *record.head_norms):
+            yield f"{name}.{norm}.weight"
+        for projection in record.projections:
+            yield from (f"{name}.{projection.path}.{kind}" for kind in ("weight", "bias"))
+        if record.experts is not None:
+            yield f"{name}.{record.experts.router}.weight"
+            yield from (f"{name}.{record.experts.module}.{p}" for p in (record.experts.gate_up, record.experts.down))
+
+
+def _check_all_claimed(model: nn.Module, record: Architecture) -> None:
+    """Every parameter has a known role; one that has none may not commute with the rotation (adapters, extra norms)."""
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    unknown = sorted(names - set(_claimed(model, record)))
+    if unknown:
+        raise NotImplementedError(
+            f"{type(model).__name__} has weights that a {record.family} model does not have: {', '.join(unknown[:4])}"
+            f"{' ...' if len(unknown) > 4 else ''}; merge adapters first"
+        )
+
+
+def _check_sharing(model: nn.Module, record: Architecture) -> None:
+    tied = {f"{record.embed}.weight", f"{record.lm_head}.weight"}
+    seen: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        other = seen.setdefault(id(parameter), name)
+        if other != name and {name, other} != tied:
+            raise NotImplementedError(f"{name} and {other} share one weight, which cannot be rotated for both")
+
+
+def _check_values(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ValueError(
+                f"{name} is on the meta device (not loaded, or offloaded by accelerate); load the model into memory "
+                f"(device_map='cpu') and pass device='cuda' to rotate on the GPU"
+            )
+    for name, parameter in model.named_parameters():
+        low, high = parameter.detach().aminmax()
+        if not torch.isfinite(torch.stack((low, high)).float()).all():
+            raise ValueError(f"{name} holds NaN or infinity: the checkpoint is damaged, or overflows {parameter.dtype}")
