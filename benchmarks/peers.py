@@ -23,7 +23,7 @@ def cublas_fp16(m: int, n: int, k: int, dtype: torch.dtype = torch.float16) -> M
 
 
 def int_mm(m: int, n: int, k: int) -> Make:
-    """``torch._int_mm`` (cuBLASLt INT8, int32 out, no scales): at least 17 rows, multiples of 8, so M is padded to 32."""
+    """``torch._int_mm`` (cuBLASLt INT8, int32 out, no scales); it needs 17 rows and multiples of 8, so M is padded."""
     padded = max(32, -(-m // 8) * 8)
 
     def make() -> Call:

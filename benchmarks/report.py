@@ -165,7 +165,7 @@ def write_readme(path: Path = ROOT / "README.md", results: Path = RESULTS) -> No
 
 
 def summary(results: Path = RESULTS) -> str:
-    """The README's speed table: the widest rows of each op, one line each; the full tables are in docs/benchmarks.md."""
+    """The README's speed table: three rows of each op and peer; the full tables are in docs/benchmarks.md."""
     chosen: list[dict[str, Any]] = []
     for path in sorted(results.glob("*.json")):
         rows = [row for row in newest(read(path)) if row.get("ratio") is not None]

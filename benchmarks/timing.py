@@ -1,6 +1,6 @@
 """Timing on a GPU: graph replays on cold L2, medians, and the roof of the machine, measured.
 
-A kernel that is timed on the same few megabytes again and again reads them from L2, which no layer of a real model does.
+A kernel timed on the same few megabytes again and again reads them from L2, which no layer of a real model does.
 So one graph holds a call on each of several copies of the inputs, together three times the size of the cache.
 """
 
