@@ -139,8 +139,12 @@ class GrowingTable:
             self._table = torch.tensor(padded, dtype=torch.int32).to(device)
         return self._table
 
+    def settle(self) -> None:
+        """The last :meth:`append` is final: the forward it belongs to is over."""
+        self._undo = None
+
     def undo(self) -> None:
-        """Take back the last :meth:`append`, after a failure in the middle of a forward."""
+        """Take back an :meth:`append` that is not final, after a failure in the middle of a forward."""
         if self._undo is None:
             return
         counts, copied, self.columns, self.valid = self._undo
@@ -275,6 +279,9 @@ class StaticTable:
 
     def get_seq_length(self) -> Tensor:
         return self.columns
+
+    def settle(self) -> None:
+        """See :meth:`undo`."""
 
     def undo(self) -> None:
         """Nothing to take back on the host; call ``reset()`` or ``crop()``."""

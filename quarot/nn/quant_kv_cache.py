@@ -249,9 +249,15 @@ class QuantKVCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Take the new tokens of a layer [B, kv_heads, T, D]; returns a :class:`KVHandle`, as keys and as values."""
         layer = self.layers[layer_idx]
-        if not layer.is_initialized:
-            layer.lazy_initialization(key_states, value_states)
-        layer.check(key_states, value_states)
+        if layer.first:
+            self.table.settle()
+        try:
+            if not layer.is_initialized:
+                layer.lazy_initialization(key_states, value_states)
+            layer.check(key_states, value_states)
+        except ValueError:
+            self.failed()
+            raise
         handle = KVHandle(self, layer, key_states, value_states)
         return handle, handle
 
