@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import urllib.request
 from pathlib import Path
 
 JOINT = "\n\n"
@@ -34,6 +37,18 @@ def load_text(source: str, split: str = "test") -> str:
     if source == "pydoc":
         return _pydoc(split)
     return _file(source)
+
+
+def hub_reachable(seconds: float = 4.0) -> bool:
+    """Whether the Hugging Face hub answers, and ``datasets`` is there to ask it: no long retries without a network."""
+    if importlib.util.find_spec("datasets") is None or os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0"):
+        return False
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+    try:
+        with urllib.request.urlopen(f"{endpoint}/api/datasets/Salesforce/wikitext", timeout=seconds) as answer:
+            return bool(answer.status == 200)
+    except (OSError, ValueError):
+        return False
 
 
 def _wikitext2(split: str) -> str:

@@ -1,0 +1,122 @@
+"""Zero-shot accuracy (paper, section 5) by lm-eval, on local JSON-lines files, without a network.
+
+Two kinds of files, told apart by their fields: multiple choice (``query``, ``choices``, ``gold``) and LAMBADA
+(``text``, whose last word is the target). In a task named winogrande, the choice fills the blank ``_`` of the query,
+and the likelihood of what follows it is compared.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PREFIX = {
+    "arc_easy": "Question: {q}\nAnswer:",
+    "arc_challenge": "Question: {q}\nAnswer:",
+    "piqa": "Question: {q}\nAnswer:",
+}
+"""How lm-eval's own tasks of these names word the question."""
+
+
+def parse_tasks(text: str) -> dict[str, Path]:
+    """``"piqa=a.jsonl,lambada=b.jsonl.gz"`` -> files by name; a bare file's name is its stem.
+
+    Raises:
+        ValueError: no such file, or a name used twice.
+    """
+    tasks: dict[str, Path] = {}
+    for entry in text.split(","):
+        name, equals, file = entry.partition("=")
+        path = Path(file if equals else name)
+        key = name if equals else path.name.split(".")[0]
+        if not path.is_file():
+            raise ValueError(f"task {key!r}: no file {path}")
+        if key in tasks:
+            raise ValueError(f"task {key!r} is given twice")
+        tasks[key] = path
+    return tasks
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``.jsonl`` or ``.jsonl.gz`` file.
+
+    Raises:
+        ValueError: not JSON lines, or rows of neither kind, with the line.
+    """
+    opener: Any = gzip.open if path.suffix == ".gz" else open
+    rows = []
+    with opener(path, "rt", encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number} is not JSON: {error}") from None
+            if not (isinstance(row.get("text"), str) or {"query", "choices", "gold"} <= set(row)):
+                raise ValueError(f"{path}:{number} has neither text nor query, choices and gold")
+            rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} holds no questions")
+    return rows
+
+
+def requests(name: str, row: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
+    """The (context, continuation) pairs of one question, and which is right."""
+    if "text" in row:
+        context, target = row["text"].rsplit(" ", 1)
+        return [(context, " " + target)], 0
+    query, choices = row["query"], row["choices"]
+    if query.count("_") == 1 and name.startswith("winogrande"):
+        head, tail = query.split("_")
+        return [(head + choice, " " + tail.strip()) for choice in choices], row["gold"]
+    context = PREFIX.get(next((key for key in PREFIX if name.startswith(key)), ""), "{q}").format(q=query)
+    return [(context, " " + choice.lstrip()) for choice in choices], row["gold"]
+
+
+def zero_shot(
+    model: Any, tokenizer: Any, tasks: dict[str, Path], *, batch_size: int = 1, limit: int | None = None
+) -> dict[str, dict[str, float]]:
+    """Accuracies by task and metric: ``acc``, and ``acc_norm`` (per byte of the choice) for multiple choice.
+
+    The likelihoods come from lm-eval's ``HFLM`` (its truncation, batching and token splitting).
+
+    Raises:
+        ImportError: lm-eval is missing, with what to install.
+        ValueError: damaged task files.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    try:
+        from lm_eval.api.instance import Instance
+        from lm_eval.models.huggingface import HFLM
+    except ImportError:
+        raise ImportError("zero-shot tasks need lm-eval: pip install 'quarot[eval]'") from None
+    with tempfile.TemporaryDirectory():
+        harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=2048)
+    scores = {}
+    for name, path in tasks.items():
+        questions = [requests(name, row) for row in read_rows(path)[:limit]]
+        pairs = [pair for several, _ in questions for pair in several]
+        instances = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(pairs)]
+        scores[name] = score(questions, harness.loglikelihood(instances))
+    return scores
+
+
+def score(questions: list[tuple[list[tuple[str, str]], int]], answers: list[tuple[float, bool]]) -> dict[str, float]:
+    """Accuracies from the (log-likelihood, is greedy) of every pair, in order."""
+    right = normalised = position = 0
+    several = any(len(pairs) > 1 for pairs, _ in questions)
+    for pairs, gold in questions:
+        mine = answers[position : position + len(pairs)]
+        position += len(pairs)
+        if len(pairs) == 1:
+            right += bool(mine[0][1])
+            continue
+        values = [likelihood for likelihood, _ in mine]
+        per_byte = [v / len(pair[1].strip().encode()) for v, pair in zip(values, pairs, strict=True)]
+        right += values.index(max(values)) == gold
+        normalised += per_byte.index(max(per_byte)) == gold
+    result = {"acc": right / len(questions)}
+    return {**result, "acc_norm": normalised / len(questions)} if several else result

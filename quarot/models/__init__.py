@@ -1,0 +1,1 @@
+"""Real models that need no hub."""
