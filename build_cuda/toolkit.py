@@ -73,7 +73,7 @@ def nvcc_version(nvcc: str) -> tuple[int, int]:
 
 
 def cutlass_include() -> Path | None:
-    """``$CUTLASS_HOME/include``, or the headers in the PyPI package nvidia-cutlass (found, never imported: it is slow)."""
+    """``$CUTLASS_HOME/include``, or the headers in the PyPI package nvidia-cutlass (not imported: that is slow)."""
     if os.environ.get("CUTLASS_HOME"):
         return Path(os.environ["CUTLASS_HOME"]) / "include"
     spec = find_spec("cutlass_library")
