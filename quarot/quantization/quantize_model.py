@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from quarot.architectures import Architecture, architecture_of, decoder_layers, linear_modules
 from quarot.calibration.decoder import LayerInputs
@@ -18,6 +17,7 @@ from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.nn.rotated_linear import RotatedLinear
+from quarot.progress import progress_bar
 from quarot.quantization.fit import check_fits
 from quarot.quantization.gptq import check_finite, quantize_gptq
 from quarot.quantization.layer import LayerQuantizer
@@ -88,7 +88,7 @@ def quantize_model(
     model.train(training)
     for name, clip in clips.items():
         config = config.replace(overrides={**config.overrides, re.escape(name): _override(config, name, clip)})
-    from quarot.integrations.transformers.attach import attach
+    from quarot.integrations.transformers import attach
 
     attach(model, config)
     return model
@@ -110,8 +110,7 @@ def _quantize_layers(
     reference = inputs.copy() if inputs is not None and asymmetric else None
     clips: dict[str, float] = {}
     layers = list(decoder_layers(model))
-    bar = tqdm(layers, desc="quantizing", unit="layer", disable=not progress)
-    for index, (name, layer) in enumerate(bar):
+    for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
         prefix = name + "."
         chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
         home = next(layer.parameters()).device
