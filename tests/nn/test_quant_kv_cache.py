@@ -12,7 +12,9 @@ from quarot import QuantKVCache
 from quarot.integrations.transformers.attention import quarot_attention
 
 HEADS, DIM, LAYERS = 2, 32, 2
-CONFIG = LlamaConfig(hidden_size=128, num_attention_heads=4, num_key_value_heads=HEADS, head_dim=DIM, num_hidden_layers=2)
+CONFIG = LlamaConfig(
+    hidden_size=128, num_attention_heads=4, num_key_value_heads=HEADS, head_dim=DIM, num_hidden_layers=2
+)
 
 
 def new_cache(**options):

@@ -27,8 +27,8 @@ def quarot_mask(
 ) -> Tensor | None:
     """The mask of one forward; arguments as for ``transformers.masking_utils.sdpa_mask``.
 
-    That serves all but the static cache, whose length is on the device (``kv_offset`` is a tensor); decoding never waits
-    for it.
+    That serves all but the static cache, whose length is on the device (``kv_offset`` is a tensor): decoding never
+    waits for it.
     """
     if not isinstance(kv_offset, Tensor):
         return sdpa_mask(

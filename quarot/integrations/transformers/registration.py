@@ -18,8 +18,8 @@ def register_quantizer() -> None:
 
 
 def register_attention() -> None:
-    """Register the attention functions ``"quarot"`` and ``"paged|quarot"`` and the mask function of both."""
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    """Register the attention functions ``"quarot"`` and ``"paged|quarot"`` and the mask function of the first."""
+    from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     from quarot.integrations.transformers.attention import quarot_attention
@@ -29,4 +29,3 @@ def register_attention() -> None:
     AttentionInterface.register(METHOD, quarot_attention)
     AttentionMaskInterface.register(METHOD, quarot_mask)
     AttentionInterface.register(f"paged|{METHOD}", quarot_paged_attention)
-    AttentionMaskInterface.register(f"paged|{METHOD}", sdpa_mask)
