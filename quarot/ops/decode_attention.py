@@ -2,7 +2,9 @@
 
 Per sequence and query head h of kv head h // (Hq / Hkv)::
 
-    score_j = scale * q . (s_j code_j + b_j),  p = softmax(score),  out = sum_j p_j v_j,  lse = log2(sum_j 2^(score_j log2 e))
+    score_j = scale * q . (s_j code_j + b_j)
+    out     = sum_j softmax(score)_j v_j
+    lse     = log2(sum_j e^score_j)
 
 The log-sum-exp is base 2 as in FlashInfer, so partial results over disjoint keys merge by
 ``out = sum_i out_i 2^(lse_i - lse)``.
@@ -10,15 +12,18 @@ The log-sum-exp is base 2 as in FlashInfer, so partial results over disjoint key
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
 from torch import Tensor
 
 from quarot.ops import registry
-from quarot.ops.kv_append import check_rotation, rotate_heads
+from quarot.ops.kv_append import check_rotation, order_signs, rotate_heads
 from quarot.ops.kv_gather import dequantize
-from quarot.ops.kv_layout import KVLayout
+from quarot.ops.kv_layout import BLOCK_TOKENS, KVLayout
+from quarot.ops.quantize_per_token import DTYPE_CODES
+from quarot.ops.workspace import zeroed_counters
 
 
 def check_query(query: Tensor, pool: Tensor, page_table: Tensor, lengths: Tensor) -> None:
@@ -41,7 +46,14 @@ def check_query(query: Tensor, pool: Tensor, page_table: Tensor, lengths: Tensor
 
 
 def _row(
-    query: Tensor, layout: KVLayout, pool: Tensor, pages: Tensor, length: int, scale: float, window: int, dtype: torch.dtype
+    query: Tensor,
+    layout: KVLayout,
+    pool: Tensor,
+    pages: Tensor,
+    length: int,
+    scale: float,
+    window: int,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """One sequence: query fp32/fp64 [T, Hq, D] -> (out [T, Hq, D], lse [T, Hq])."""
     tokens, heads, dim = query.shape
@@ -98,14 +110,104 @@ def _fake(query: Tensor, pool: Tensor, *args: object) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=torch.float32)
 
 
+@functools.lru_cache(maxsize=4096)
+def _plan(device: int, *shape: int) -> tuple[int, ...]:
+    """Grid, ring and workspace sizes of a call (see csrc/attention/decode_attention.h), from its shape alone."""
+    with torch.cuda.device(device):
+        return registry.extension().decode_plan(*shape)  # type: ignore[union-attr]
+
+
+def launch(
+    query: Tensor,
+    pool: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    key_bits: int,
+    value_bits: int,
+    key_group: int,
+    value_group: int,
+    scale: float,
+    window: int,
+    rotate_order: int,
+    rotate_pow2: int,
+    tuning: tuple[int, int, int, int, bool] = (0, 0, 0, 0, False),
+) -> tuple[Tensor, Tensor]:
+    """Launch csrc/attention. ``tuning``: warps, ring stages, CTAs per SM, splits, generic kernel (0: as planned)."""
+    layout = KVLayout(query.shape[-1], key_bits, value_bits, key_group, value_group)
+    layout.check_pool(pool)
+    check_query(query, pool, page_table, lengths)
+    rotate = check_rotation(rotate_order, rotate_pow2, layout.head_dim)
+    out, lse = _fake(query, pool)
+    batch, tokens, heads, head_dim = query.shape
+    if query.numel() == 0:
+        return out, lse
+    if page_table.shape[1] == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    form = (head_dim, key_bits, value_bits, layout.key_group, layout.value_group)
+    kv_heads, page_blocks, max_pages = pool.shape[1], pool.shape[2], page_table.shape[1]
+    shape = (DTYPE_CODES[query.dtype], batch, tokens, heads, kv_heads, max_pages * page_blocks * BLOCK_TOKENS)
+    plan = _plan(pool.device.index, *form, *shape, *tuning)
+    tiles, max_splits, cta_slots, warps, ring_stages, partial_floats, max_sum_floats, counter_count = plan
+    signs = 0
+    if rotate and rotate_order > 1:
+        if ring_stages:  # the tensor-core kernels rotate by powers of two only
+            query = rotate_heads(query.float(), rotate_order, rotate_pow2).to(query.dtype)
+            rotate_order = rotate_pow2 = 0
+        else:
+            signs = order_signs(rotate_order, query.device).data_ptr()
+    query, page_table, lengths = query.contiguous(), page_table.contiguous(), lengths.contiguous()
+    with torch.cuda.device(pool.device):
+        stream = registry.stream(pool)
+        partial = counters = None
+        if max_splits > 1:
+            partial = torch.empty(partial_floats + max_sum_floats, dtype=torch.float32, device=pool.device)
+            counters = zeroed_counters(counter_count, pool.device, stream)
+        registry.extension().decode_attention(  # type: ignore[union-attr]
+            query.data_ptr(),
+            pool.data_ptr(),
+            page_table.data_ptr(),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+            0 if partial is None else partial.data_ptr(),
+            0 if partial is None else partial.data_ptr() + 4 * partial_floats,
+            0 if counters is None else counters.data_ptr(),
+            signs,
+            *form,
+            *shape[:-1],
+            pool.shape[0],
+            max_pages,
+            page_blocks,
+            window,
+            rotate_order,
+            rotate_pow2,
+            scale,
+            tiles,
+            max_splits,
+            cta_slots,
+            warps,
+            ring_stages,
+            stream,
+        )
+    return out, lse
+
+
+def _available(query: Tensor, *args: object) -> str | None:
+    return None if query.dtype in DTYPE_CODES else f"no kernel for {query.dtype}"
+
+
 decode_attention = registry.define_op(
     "decode_attention",
     "(Tensor query, Tensor pool, Tensor page_table, Tensor lengths, int key_bits, int value_bits, int key_group, "
     "int value_group, float scale, int window, int rotate_order, int rotate_pow2) -> (Tensor out, Tensor lse)",
     reference=_reference,
     fake=_fake,
+    cuda=launch,
+    available=_available,
 )
-decode_attention.__doc__ = """Attention over the packed cache: (out [B, T, Hq, D] in query's dtype, lse float32 [B, T, Hq], base 2).
+decode_attention.__doc__ = """Attention over the packed cache.
+
+Returns out [B, T, Hq, D] in query's dtype and lse float32 [B, T, Hq], base 2.
 
 Args:
     query: fp16, bf16 or fp32 [B, T, Hq, D], the last T tokens of every sequence, natural dim order, after RoPE.

@@ -7,8 +7,9 @@ Per token, kv head and group of dims (asymmetric, two fp16 params), all in float
     else:      s = fp16((hi - lo) / (2^bits - 1)), b = fp16(lo)          (saturated at 65504)
                code = clamp(rint((x - b) * (1 / s)), 0, 2^bits - 1)      (0 if s == 0)
 
-and value = s * code + b. A group with a NaN gives s = b = NaN and codes 0. 16 bits: raw fp16 or bf16 (float32 is stored as
-fp16). Keys are first rotated by R3, the Hadamard of head_dim, in float32 (:func:`rotate_heads` states the order of sums).
+and value = s * code + b. A group with a NaN gives s = b = NaN and codes 0. 16 bits: raw fp16 or bf16 (float32 is stored
+as fp16). Keys are first rotated by R3, the Hadamard of head_dim, in float32 (:func:`rotate_heads` states the order of
+the sums).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from quarot.ops import registry
 from quarot.ops.kv_layout import KVLayout, Side
+from quarot.ops.quantize_per_token import DTYPE_CODES
 
 _FP16_MAX = 65504.0
 
@@ -38,7 +40,8 @@ def check_rotation(order: int, pow2: int, head_dim: int) -> bool:
         return False
     if order * pow2 != head_dim or pow2 & (pow2 - 1) or order < 1:
         raise ValueError(
-            f"R3 of order {order} x {pow2} does not fit head_dim {head_dim}: order * 2^k must equal it, or 0, 0 for none"
+            f"R3 of order {order} x {pow2} does not fit head_dim {head_dim}: "
+            f"order * 2^k must equal it, or 0, 0 for none"
         )
     return True
 
@@ -74,7 +77,8 @@ def quantize_groups(x: Tensor, bits: int, group: int, clip: float) -> tuple[Tens
     scale = ((hi - lo) / levels).clamp(-_FP16_MAX, _FP16_MAX).half()
     constant = low == high
     scale = torch.where(constant, torch.zeros_like(scale), scale)
-    offset = torch.where(constant, low, lo).clamp(-_FP16_MAX, _FP16_MAX).half()
+    # + 0 turns -0 into 0: which zero a minimum is depends on the order.
+    offset = (torch.where(constant, low, lo) + 0.0).clamp(-_FP16_MAX, _FP16_MAX).half()
     inverse = scale.float().reciprocal()[..., None]
     codes = ((groups - offset.float()[..., None]) * inverse).round().clamp(0, 2**bits - 1)
     codes = torch.where((scale > 0)[..., None], codes, torch.zeros_like(codes)).to(torch.uint8)
@@ -90,7 +94,7 @@ def _store(layout: KVLayout, pool: Tensor, slots: Tensor, side: Side, x: Tensor,
 
 
 def check_rows(pool: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
-    """Raise ValueError unless key and value are [T, kv_heads, D] alike and slots int64 [T], all on the pool's device."""
+    """Raise ValueError unless key and value are [T, kv_heads, D] and slots int64 [T], all on the pool's device."""
     if key.dim() != 3 or key.shape != value.shape or key.dtype != value.dtype:
         raise ValueError(
             f"kv_append: key {key.dtype} {tuple(key.shape)} and value {value.dtype} {tuple(value.shape)} must both be "
@@ -101,7 +105,9 @@ def check_rows(pool: Tensor, key: Tensor, value: Tensor, slots: Tensor) -> None:
     if slots.dtype != torch.int64 or slots.shape != key.shape[:1]:
         raise ValueError(f"kv_append: slots must be int64 [{key.shape[0]}], got {slots.dtype} {tuple(slots.shape)}")
     if len({pool.device, key.device, value.device, slots.device}) > 1:
-        raise ValueError(f"kv_append: pool on {pool.device}, key {key.device}, value {value.device}, slots {slots.device}")
+        raise ValueError(
+            f"kv_append: pool on {pool.device}, key {key.device}, value {value.device}, slots {slots.device}"
+        )
 
 
 def _reference(
@@ -134,12 +140,80 @@ def _fake(pool: Tensor, *args: object) -> None:
     return None
 
 
+def _rows(x: Tensor) -> Tensor:
+    """``x`` with unit stride in the last dim and rows aligned to 16 bytes, copied only if it is not so already."""
+    vector = 16 // x.element_size()
+    if x.stride(2) == 1 and x.stride(0) % vector == 0 and x.stride(1) % vector == 0 and x.data_ptr() % 16 == 0:
+        return x
+    return x.contiguous()
+
+
+def launch(
+    pool: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slots: Tensor,
+    key_bits: int,
+    value_bits: int,
+    key_group: int,
+    value_group: int,
+    key_clip: float,
+    value_clip: float,
+    rotate_order: int,
+    rotate_pow2: int,
+    generic: bool = False,
+) -> None:
+    """Launch csrc/kv_cache/kv_append.cu; ``generic`` forces the kernel that serves every format (tests)."""
+    layout = KVLayout(key.shape[-1], key_bits, value_bits, key_group, value_group)
+    layout.check_pool(pool)
+    check_rows(pool, key, value, slots)
+    rotate = check_rotation(rotate_order, rotate_pow2, layout.head_dim)
+    if key.shape[0] == 0:
+        return
+    key, value, slots = _rows(key), _rows(value), slots.contiguous()
+    signs = order_signs(rotate_order, key.device).data_ptr() if rotate and rotate_order > 1 else 0
+    with torch.cuda.device(pool.device):
+        registry.extension().kv_append(  # type: ignore[union-attr]
+            pool.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            slots.data_ptr(),
+            signs,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            layout.head_dim,
+            key_bits,
+            value_bits,
+            layout.key_group,
+            layout.value_group,
+            DTYPE_CODES[key.dtype],
+            key.shape[0],
+            key.shape[1],
+            pool.shape[0],
+            pool.shape[2],
+            key_clip,
+            value_clip,
+            rotate_order,
+            rotate_pow2,
+            generic,
+            registry.stream(pool),
+        )
+
+
+def _available(pool: Tensor, key: Tensor, *args: object) -> str | None:
+    return None if key.dtype in DTYPE_CODES else f"no kernel for {key.dtype}"
+
+
 kv_append = registry.define_op(
     "kv_append",
     "(Tensor(a!) pool, Tensor key, Tensor value, Tensor slots, int key_bits, int value_bits, int key_group, "
     "int value_group, float key_clip, float value_clip, int rotate_order, int rotate_pow2) -> ()",
     reference=_reference,
     fake=_fake,
+    cuda=launch,
+    available=_available,
 )
 kv_append.__doc__ = """Append tokens to the pages of ``pool`` in place.
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from quarot.ops import registry
 from quarot.ops.kv_layout import KVLayout, Side
+from quarot.ops.quantize_per_token import DTYPE_CODES
 
 
 def dequantize(layout: KVLayout, pool: Tensor, slots: Tensor, side: Side, dtype: torch.dtype) -> Tensor:
@@ -51,12 +52,55 @@ def _fake(
     return pool.new_empty(shape, dtype=dtype), pool.new_empty(shape, dtype=dtype)
 
 
+def launch(
+    pool: Tensor,
+    slots: Tensor,
+    key_bits: int,
+    value_bits: int,
+    key_group: int,
+    value_group: int,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Launch csrc/kv_cache/kv_gather.cu."""
+    layout = KVLayout.of_block(pool.shape[-1], key_bits, value_bits, key_group, value_group)
+    layout.check_pool(pool)
+    key, value = _fake(pool, slots, key_bits, value_bits, key_group, value_group, dtype)
+    if slots.shape[0] == 0:
+        return key, value
+    slots = slots.contiguous()
+    with torch.cuda.device(pool.device):
+        registry.extension().kv_gather(  # type: ignore[union-attr]
+            pool.data_ptr(),
+            slots.data_ptr(),
+            key.data_ptr(),
+            value.data_ptr(),
+            layout.head_dim,
+            key_bits,
+            value_bits,
+            layout.key_group,
+            layout.value_group,
+            DTYPE_CODES[dtype],
+            slots.shape[0],
+            pool.shape[1],
+            pool.shape[0],
+            pool.shape[2],
+            registry.stream(pool),
+        )
+    return key, value
+
+
+def _available(*args: object) -> str | None:
+    return None if args[-1] in DTYPE_CODES else f"no kernel for {args[-1]}"
+
+
 kv_gather = registry.define_op(
     "kv_gather",
     "(Tensor pool, Tensor slots, int key_bits, int value_bits, int key_group, int value_group, "
     "ScalarType dtype) -> (Tensor key, Tensor value)",
     reference=_reference,
     fake=_fake,
+    cuda=launch,
+    available=_available,
 )
 kv_gather.__doc__ = """Dequantize tokens of the pages: (key, value), each ``dtype`` [T, kv_heads, head_dim].
 

@@ -2,34 +2,36 @@
 
 Notation: D head_dim, G groups of a token's keys (or values), w width of a bit plane, C dims of a chunk.
 
-**Pool** ``uint8 [num_pages, kv_heads, page_size/16, block_bytes]``. A **block** is 16 consecutive tokens of one kv head::
+**Pool** ``uint8 [num_pages, kv_heads, page_size/16, block_bytes]``. A **block** is 16 tokens of one kv head::
 
     key codes | value codes | key params fp16 [Gk, 16, 2] | value params fp16 [Gv, 16, 2]
 
 A param pair is (scale s, offset b): value = s * code + b. 16-bit caches store raw 16-bit floats and no params.
 At 4 bits, D = 128, G = 1 a block is 2 * 1024 + 2 * 64 = 2176 bytes.
 
-**Codes** are bit planes, one after the other: one plane of w = bits, except 3 bits = a plane of w = 2 (the low bits) and
-one of w = 1. The D dims of a plane are cut into chunks of C = 512/w dims, the rest into falling powers of two
+**Codes** are bit planes, one after the other: one plane of w = bits, except 3 bits = a plane of w = 2 (the low bits)
+and one of w = 1. The D dims of a plane are cut into chunks of C = 512/w dims, the rest into falling powers of two
 (192 dims at 4 bits: 128 + 64), and a chunk is laid out as the tensor core wants it::
 
     [tokens/8 (2), lane (32), piece (C * w / 32 bytes)]
 
-A lane's piece holds ``mma i, half h, lo e`` -> code, i = 0 .. C/16-1, so that ``piece & 0x000F000F`` *is* the pair of fp16
-operands of ``mma.sync.m16n8k16`` (code x 2^-24, an fp16 subnormal), without shuffles or transposes:
+A lane's piece in half x of the tokens holds one code for every (mma i = 0 .. C/16-1, half h, e = 0, 1), so that
+``piece & 0x000F000F`` *is* a pair of fp16 operands of ``mma.sync.m16n8k16`` (code x 2^-24, an fp16 subnormal), without
+shuffles or transposes, and the 16 dims of one mma are contiguous:
 
-    keys    token 8*x + lane/4,                dim 16 i + 4 (lane % 4) + 2 h + e   (so 16 dims of one mma are contiguous)
-    values  tokens 8*x + 2 (lane % 4) + h,     dim 16 i + 2 (lane / 4) + e
+    keys    token 8 x + lane / 4,              dim 16 i + 4 (lane % 4) + 2 h + e
+    values  token 8 x + 2 (lane % 4) + h,      dim 16 i + 2 (lane / 4) + e
 
 * words of 32 bits have two halves h of 16 bits, a half holds 2 m codes, m = 8/w: the code is at bit
   ``16 h + w (i % m) + 8 e`` of word ``i / m`` (fp16 planes: word ``2 i + e``, half ``h``).
 * pieces of 2 bytes (C * w = 64) are such a word with halves of 8 bits: bit ``8 h + w (i % m) + 4 e``, m = 4/w.
-* the w = 1 plane follows the words of its w = 2 plane (i = 4 u + i'): bit ``16 h + 8 (u % 2) + 2 i' + e`` of word ``u / 2``.
+* the w = 1 plane follows the words of its w = 2 plane (i = 4 u + i'): bit ``16 h + 8 (u % 2) + 2 i' + e`` of word
+  ``u / 2`` (2-byte pieces: ``8 h`` instead of ``16 h``).
 * chunks too narrow for 2-byte pieces (16 dims at 2 bits, 16 or 32 at the w = 1 plane of 3 bits) are plain rows:
   token after token, natural dim order, least significant bits first. No tensor-core kernel reads those.
 
-Every token owns whole bytes, so appending one token never reads what is there. Groups are contiguous dims and a multiple
-of 16, hence one mma never straddles two groups.
+Every token owns whole bytes, so appending one token never reads what is there. Groups are contiguous dims and a
+multiple of 16, hence one mma never straddles two groups.
 """
 
 from __future__ import annotations
@@ -163,8 +165,8 @@ class KVLayout:
             if layout.block_bytes == block_bytes:
                 return layout
         raise ValueError(
-            f"KV cache: no head_dim gives blocks of {block_bytes} bytes at key_bits={key_bits}, value_bits={value_bits}, "
-            f"key_group={key_group}, value_group={value_group}"
+            f"KV cache: no head_dim gives blocks of {block_bytes} bytes at key_bits={key_bits}, "
+            f"value_bits={value_bits}, key_group={key_group}, value_group={value_group}"
         )
 
     def bits(self, side: Side) -> int:
@@ -255,7 +257,7 @@ class KVLayout:
     def read(
         self, pool: Tensor, slots: Tensor, side: Side, dtype: torch.dtype = torch.float16
     ) -> tuple[Tensor, Tensor | None]:
-        """Read tokens: (uint8 codes [T, H, D], fp16 params [T, H, G, 2]); 16-bit caches give (``dtype`` [T, H, D], None).
+        """Read tokens: (uint8 codes [T, H, D], fp16 params [T, H, G, 2]); 16-bit caches: (``dtype`` [T, H, D], None).
 
         ``dtype`` says how raw 16-bit words are to be read: torch.bfloat16 or torch.float16.
         """

@@ -1,0 +1,88 @@
+// Chooses the kernel and its shape, and launches it.
+#include "attention/decode_attention.h"
+
+#include <algorithm>
+
+#include "attention/variants.h"
+#include "device/launch.cuh"
+
+namespace quarot {
+namespace {
+
+constexpr int kTileRows = 8;
+
+bool same_side(const KVFormat& a, const KVFormat& b, Side side) {
+    return a.bits(side) == b.bits(side) && (a.bits(side) == 16 || a.group(side) == b.group(side));
+}
+
+const DecodeVariant* find_variant(const KVFormat& format, DType dtype) {
+    const bool raw = format.key_bits == 16;
+    for (const DecodeVariants& table :
+         {head128_int4_variants(), head128_other_variants(), head64_variants(), other_head_variants()}) {
+        for (int i = 0; i < table.count; ++i) {
+            const DecodeVariant& v = table.begin[i];
+            if (v.format.head_dim == format.head_dim && same_side(v.format, format, Side::kKey) &&
+                same_side(v.format, format, Side::kValue) && (!raw || v.bf16 == (dtype == DType::kBFloat16)))
+                return &v;
+        }
+    }
+    return nullptr;
+}
+
+int device_attribute(cudaDeviceAttr attribute) {
+    int device = 0, value = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
+}
+
+// Rings, mbarriers and the warps' (max, sum); the rotated queries of a tile.
+std::size_t shared_bytes(const DecodeVariant& v, int warps, int stages, bool rotate) {
+    return static_cast<std::size_t>(warps) * (stages * (v.stage_bytes + 8) + kTileRows * 8) +
+           (rotate ? kTileRows * v.format.head_dim * 2 : 0);
+}
+
+}  // namespace
+
+DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
+    const DecodeVariant* v = tuning.generic ? nullptr : find_variant(s.format, s.dtype);
+    const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+    DecodePlan plan{};
+    plan.tiles = (s.tokens * (s.query_heads / s.kv_heads) + kTileRows - 1) / kTileRows;
+    const int items = s.batch * s.kv_heads * plan.tiles;
+    int per_sm = 2;
+    if (v) {
+        // One large CTA an SM while there are few items (batch 1 is bound by latency), small ones once items share SMs:
+        // they even out the last wave.
+        const bool many = items > 2 * multiprocessors;
+        plan.warps = tuning.warps ? tuning.warps : many ? 3 : 8;
+        plan.ring_stages = tuning.ring_stages ? tuning.ring_stages : 2;
+        per_sm = tuning.ctas_per_sm ? tuning.ctas_per_sm : many ? 4 : 1;
+        const std::size_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        while (plan.warps > 1 && shared_bytes(*v, plan.warps, plan.ring_stages, true) + 1024 > limit) --plan.warps;
+    }
+    plan.cta_slots = multiprocessors * per_sm;
+    // Unused CTAs are not free, so the more items there are the fewer splits each may have.
+    const int longest = (s.max_tokens + 63) / 64;
+    const int wanted = items * 16 <= plan.cta_slots * 2 ? 16 : std::max(4, std::min(16, 8 * plan.cta_slots / items));
+    plan.max_splits = tuning.max_splits ? tuning.max_splits : std::max(1, std::min(wanted, longest));
+    plan.partial_floats = static_cast<std::size_t>(items) * plan.max_splits * kTileRows * s.format.head_dim;
+    plan.max_sum_floats = static_cast<std::size_t>(items) * plan.max_splits * kTileRows * 2;
+    plan.counters = items;
+    return plan;
+}
+
+cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, const DecodeParams& params,
+                             cudaStream_t stream) {
+    if (plan.ring_stages == 0) return launch_generic_decode(s.format, params, stream);
+    const DecodeVariant* v = find_variant(s.format, s.dtype);
+    if (!v) return cudaErrorInvalidValue;
+    const std::size_t bytes = shared_bytes(*v, plan.warps, plan.ring_stages, params.rotate_order != 0);
+    const cudaError_t status =
+        cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (status != cudaSuccess) return status;
+    return launch(v->kernel, dim3(plan.max_splits, params.kv_heads * params.tiles, params.batch), dim3(32 * plan.warps),
+                  bytes, stream, params);
+}
+
+}  // namespace quarot

@@ -1,0 +1,40 @@
+// Launcher of decode attention; the op is specified in quarot/ops/decode_attention.py.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "attention/decode_params.h"
+#include "kv_cache/format.h"
+
+namespace quarot {
+
+struct DecodeShape {
+    KVFormat format;
+    DType dtype;  // of the queries
+    int batch, tokens, query_heads, kv_heads;
+    int max_tokens;  // page table columns times page size: no sequence is longer
+};
+
+// How a call is launched. Depends on shapes only, never on lengths: a captured graph stays valid as sequences grow.
+struct DecodePlan {
+    int tiles, max_splits, cta_slots;
+    int warps, ring_stages;  // of a CTA; 0 stages: the generic kernel
+    std::size_t partial_floats, max_sum_floats, counters;  // sizes of the workspace (counters: ints, zero at first use)
+};
+
+// Tuning overrides for benchmarks and tests; 0 = the built-in choice.
+struct DecodeTuning {
+    int warps, ring_stages, ctas_per_sm, max_splits;
+    bool generic;
+};
+
+// Plan for the current device.
+DecodePlan decode_plan(const DecodeShape& shape, const DecodeTuning& tuning);
+
+// Launches with the workspace, tiles, splits and ring set in `params` as `plan` says.
+cudaError_t decode_attention(const DecodeShape& shape, const DecodePlan& plan, const DecodeParams& params,
+                             cudaStream_t stream);
+
+}  // namespace quarot

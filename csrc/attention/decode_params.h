@@ -1,0 +1,34 @@
+// Arguments of decode attention, shared by the tensor-core kernels, the generic kernel and the launcher.
+#pragma once
+
+#include <cstdint>
+
+#include "device/dtype.h"
+
+namespace quarot {
+
+// Notation: B sequences, T new tokens each, Hq query heads, Hk kv heads, D head_dim, R = T * Hq/Hk query rows of a kv head.
+struct DecodeParams {
+    const void* query;          // [B, T, Hq, D] of dtype
+    const std::uint8_t* pool;   // [num_pages, Hk, page_blocks, block_bytes]
+    const int* page_table;      // [B, max_pages], row stride max_pages
+    const int* lengths;         // [B], the T new tokens included
+    void* out;                  // [B, T, Hq, D] of dtype
+    float* lse;                 // [B, T, Hq], base 2
+    float* partial;             // [B, Hk * tiles, max_splits, 8, D] fp32, unnormalised outputs of the splits
+    float* partial_max_sum;     // [B, Hk * tiles, max_splits, 8, 2]
+    int* counters;              // [B, Hk * tiles], zero before and after every launch
+    const std::int8_t* rotation_signs;  // [order, order] of R3, null for order 1
+    DType dtype;
+    int batch, tokens, query_heads, kv_heads;
+    int num_pages, max_pages, page_blocks;
+    int tiles;       // row tiles of 8: ceil(R / 8)
+    int max_splits;  // CTAs per (sequence, kv head, tile) at most
+    int cta_slots;   // CTAs the whole device holds at once, what the split count aims for
+    int window;      // > 0: every query sees its last `window` keys only
+    int rotate_order, rotate_pow2;  // R3 on the queries, 0 = none
+    int ring_stages;                // of every warp's private ring
+    float scale_log2;               // score scale * log2(e)
+};
+
+}  // namespace quarot

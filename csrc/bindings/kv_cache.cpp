@@ -1,0 +1,62 @@
+// Binds csrc/kv_cache: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "kv_cache/kv_append.h"
+
+namespace quarot {
+namespace {
+
+template <typename T = void>
+T* pointer(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
+
+void check(cudaError_t status, const char* op, const KVFormat& f, int tokens, int kv_heads) {
+    if (status == cudaSuccess) return;
+    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (tokens=" + std::to_string(tokens) +
+                             ", kv_heads=" + std::to_string(kv_heads) + ", head_dim=" + std::to_string(f.head_dim) +
+                             ", bits=" + std::to_string(f.key_bits) + "/" + std::to_string(f.value_bits) +
+                             ", group=" + std::to_string(f.key_group) + "/" + std::to_string(f.value_group) + ")");
+}
+
+}  // namespace
+
+void bind_kv_cache(pybind11::module_& m) {
+    namespace py = pybind11;
+    m.def(
+        "kv_append",
+        [](std::uintptr_t pool, std::uintptr_t key, std::uintptr_t value, std::uintptr_t slots, std::uintptr_t signs,
+           std::int64_t key_token_stride, std::int64_t key_head_stride, std::int64_t value_token_stride,
+           std::int64_t value_head_stride, int head_dim, int key_bits, int value_bits, int key_group, int value_group,
+           int dtype, int tokens, int kv_heads, int num_pages, int page_blocks, float key_clip, float value_clip,
+           int rotate_order, int rotate_pow2, bool generic, std::uintptr_t stream) {
+            const AppendParams p{pointer<std::uint8_t>(pool), pointer(key), pointer(value),
+                                 pointer<std::int64_t>(slots), pointer<std::int8_t>(signs), key_token_stride,
+                                 key_head_stride, value_token_stride, value_head_stride,
+                                 KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
+                                 static_cast<DType>(dtype), tokens, kv_heads, num_pages, page_blocks, key_clip,
+                                 value_clip, rotate_order, rotate_pow2};
+            check(kv_append(p, generic, pointer<CUstream_st>(stream)), "kv_append", p.format, tokens, kv_heads);
+        },
+        py::arg("pool"), py::arg("key"), py::arg("value"), py::arg("slots"), py::arg("signs"),
+        py::arg("key_token_stride"), py::arg("key_head_stride"), py::arg("value_token_stride"),
+        py::arg("value_head_stride"), py::arg("head_dim"), py::arg("key_bits"), py::arg("value_bits"),
+        py::arg("key_group"), py::arg("value_group"), py::arg("dtype"), py::arg("tokens"), py::arg("kv_heads"),
+        py::arg("num_pages"), py::arg("page_blocks"), py::arg("key_clip"), py::arg("value_clip"),
+        py::arg("rotate_order"), py::arg("rotate_pow2"), py::arg("generic"), py::arg("stream"));
+    m.def(
+        "kv_gather",
+        [](std::uintptr_t pool, std::uintptr_t slots, std::uintptr_t key, std::uintptr_t value, int head_dim,
+           int key_bits, int value_bits, int key_group, int value_group, int dtype, int tokens, int kv_heads,
+           int num_pages, int page_blocks, std::uintptr_t stream) {
+            const GatherParams p{pointer<std::uint8_t>(pool), pointer<std::int64_t>(slots), pointer(key), pointer(value),
+                                 KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
+                                 static_cast<DType>(dtype), tokens, kv_heads, num_pages, page_blocks};
+            check(kv_gather(p, pointer<CUstream_st>(stream)), "kv_gather", p.format, tokens, kv_heads);
+        },
+        py::arg("pool"), py::arg("slots"), py::arg("key"), py::arg("value"), py::arg("head_dim"), py::arg("key_bits"),
+        py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"), py::arg("dtype"), py::arg("tokens"),
+        py::arg("kv_heads"), py::arg("num_pages"), py::arg("page_blocks"), py::arg("stream"));
+}
+
+}  // namespace quarot
