@@ -40,7 +40,7 @@ def simulated_cache() -> Callable[[Any], SimulatedCache]:
 
 @pytest.fixture
 def quantized_model(tiny_model) -> Callable[..., nn.Module]:
-    """``quantized_model(family, w_bits=.., ..)``: rotated, rounded to nearest, the paper's bits unless others are given."""
+    """``quantized_model(family, w_bits=.., ..)``: rotated and rounded to nearest; the paper's bits unless given."""
 
     def build(family: str = "llama", *, model_options: dict[str, Any] | None = None, **fields: Any) -> nn.Module:
         model = tiny_model(family, **(model_options or {}))

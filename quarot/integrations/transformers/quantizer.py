@@ -61,7 +61,7 @@ class QuarotHfQuantizer(HfQuantizer):
         from quarot.integrations.transformers.attachment import detach
         from quarot.integrations.transformers.dequantize import plain_linears
 
-        plain_linears(model, dtype or model.config.dtype)  # type: ignore[union-attr]
+        plain_linears(model, dtype or model.dtype)  # type: ignore[arg-type]
         detach(model)
         return model
 
