@@ -75,7 +75,8 @@ def build_model(family: str, *, dtype: torch.dtype = torch.float32, seed: int = 
                 parameter.normal_()
             elif parameter.dim() > 1:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
-        model.get_input_embeddings().weight[:, [3, 17, 40]] *= 20
+        width = model.config.hidden_size
+        model.get_input_embeddings().weight[:, [3 % width, 17 % width, 40 % width]] *= 20
     return model.to(dtype)
 
 
@@ -131,3 +132,8 @@ def token_ids() -> torch.Tensor:
 @pytest.fixture(autouse=True)
 def _repeatable() -> None:
     torch.manual_seed(0)
+
+
+def pytest_configure() -> None:
+    """Tensors here are tiny: threads only get in each other's way, more so under pytest-xdist."""
+    torch.set_num_threads(1)
