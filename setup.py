@@ -8,7 +8,7 @@ from pathlib import Path
 
 from setuptools import setup
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # a PEP 517 build does not put this folder on the path
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # not there when pip runs this file
 
 from build_cuda.command import BuildExt, BuildPy, plan
 
