@@ -60,4 +60,4 @@ def random_orthogonal(size: int, seed: int) -> torch.Tensor:
     """A uniformly random orthogonal float64 matrix: the Q of a gaussian matrix, signs fixed by the diagonal of R."""
     gaussian = torch.randn(size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     q, r = torch.linalg.qr(gaussian)
-    return q * torch.where(r.diagonal() < 0, -1.0, 1.0)
+    return (q * torch.where(r.diagonal() < 0, -1.0, 1.0)).contiguous()
