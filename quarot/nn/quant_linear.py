@@ -171,13 +171,13 @@ class QuantLinear(nn.Module):
     def _forward_activation_groups(self, x: torch.Tensor) -> torch.Tensor:
         """One scale per token and group of inputs: a GEMM a group, added in fp32."""
         size = self.a_group_size or self.in_features
+        groups = self.in_features // size
         rows = self._rotate(x.float()).reshape(-1, self.in_features)
-        codes, scale = quantize_per_token(rows.view(-1, self.in_features // size, size), self.a_bits, self.a_clip)
-        codes, scale = codes.view(rows.shape), scale.view(rows.shape[0], -1)
+        codes, scale = quantize_per_token(rows.view(-1, groups, size), self.a_bits, self.a_clip)
+        codes, scale = codes.view(rows.shape), scale.view(-1, groups)
         if self.w_bits == 16:
             values = codes.view(*scale.shape, size).float() * scale[..., None]
             return F.linear(values.view(rows.shape).to(x.dtype), self.qweight.to(x.dtype), self.bias)
-        groups = scale.shape[1]
         weights = self.codes().chunk(groups, 1)
         # Weight groups lie inside activation groups; a scale per channel counts for each of them.
         scales = _per_group(self.weight_scale, groups)

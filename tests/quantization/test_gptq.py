@@ -134,10 +134,10 @@ def test_what_is_not_finite_is_named(weight: torch.Tensor, inputs: torch.Tensor,
     h = hessian(inputs)
     broken = weight.clone()
     broken[0, 0] = bad
-    with pytest.raises(ValueError, match="layers.3.q: 1 of 4608 weights"):
+    with pytest.raises(ValueError, match=r"layers\.3.q: 1 of 4608 weights"):
         quantize_gptq(broken, h, 4, name="layers.3.q")
     h[0, 0] = bad
-    with pytest.raises(ValueError, match="layers.3.q: its calibration inputs"):
+    with pytest.raises(ValueError, match=r"layers\.3.q: its calibration inputs"):
         quantize_gptq(weight, h, 4, name="layers.3.q")
 
 

@@ -1,0 +1,235 @@
+"""``quantize_model`` on tiny models: what it must reach, respect and refuse."""
+
+import copy
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quarot.architectures import decoder_layers, linear_modules
+from quarot.calibration.decoder import LayerInputs
+from quarot.config import QuarotConfig
+from quarot.nn.quant_linear import QuantLinear
+from quarot.nn.rotated_linear import RotatedLinear
+from quarot.ops.hadamard import hadamard
+from quarot.quantization.layer import LayerQuantizer
+from quarot.quantization.quantize_model import quantize_model
+from quarot.rotation.rotate import rotate_model
+
+TOKENS = torch.randint(3, 128, (2000,), generator=torch.Generator().manual_seed(5))
+CALIBRATION: dict[str, Any] = {
+    "calibration": TOKENS,
+    "calibration_samples": 6,
+    "calibration_length": 48,
+    "progress": False,
+}
+NO_CACHE = {"k_bits": 16, "v_bits": 16}
+
+
+def logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def distance(model: nn.Module, reference: torch.Tensor, ids: torch.Tensor) -> float:
+    return float((logits(model, ids) - reference).norm() / reference.norm())
+
+
+def rotated(model: nn.Module) -> nn.Module:
+    rotate_model(model, progress=False)
+    return model
+
+
+def test_every_family_ends_as_integers(
+    tiny_model: Callable[..., nn.Module], family: str, token_ids: torch.Tensor
+) -> None:
+    model = rotated(tiny_model(family))
+    reference = logits(model, token_ids)
+    rtn = quantize_model(copy.deepcopy(model), w_method="rtn", a_bits=8, **NO_CACHE, **CALIBRATION)
+    gptq = quantize_model(copy.deepcopy(model), a_bits=8, **NO_CACHE, **CALIBRATION)
+    for name, module, role in linear_modules(gptq):
+        assert isinstance(module, QuantLinear) == (role != "lm_head"), name
+    assert distance(gptq, reference, token_ids) < distance(rtn, reference, token_ids) < 0.6
+
+
+def test_defaults_are_the_papers(tiny_model: Callable[..., nn.Module]) -> None:
+    model = quantize_model(rotated(tiny_model("llama")), **CALIBRATION)
+    config = model.config.quantization_config
+    paper = {
+        "w_bits": 4,
+        "w_method": "gptq",
+        "w_symmetric": True,
+        "w_clip": True,
+        "w_group_size": None,
+        "a_bits": 4,
+        "a_clip": 0.9,
+        "a_group_size": None,
+        "k_bits": 4,
+        "v_bits": 4,
+        "kv_clip": 0.95,
+        "kv_group_size": 128,
+        "gptq_damping": 0.01,
+        "gptq_act_order": False,
+        "gptq_quantized_inputs": False,
+        "ignore": ["lm_head"],
+    }
+    assert {key: getattr(config, key) for key in paper} == paper
+    assert QuarotConfig().calibration_samples == 128
+    assert QuarotConfig().calibration_length == 2048
+    assert config.rotation is not None
+
+
+def test_the_options_beyond_the_paper_help(tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor) -> None:
+    model = rotated(tiny_model("llama"))
+    reference = logits(model, token_ids)
+    paper = quantize_model(copy.deepcopy(model), **NO_CACHE, **CALIBRATION)
+    options = dict.fromkeys(("gptq_quantized_inputs", "gptq_asymmetric", "gptq_weighted_clip", "a_clip_search"), True)
+    beyond = quantize_model(copy.deepcopy(model), **options, **NO_CACHE, **CALIBRATION)
+    assert distance(beyond, reference, token_ids) < distance(paper, reference, token_ids)
+    config = beyond.config.quantization_config
+    for name, module, role in linear_modules(beyond):
+        if role != "lm_head":
+            assert module.a_clip == config.for_module(name).a_clip  # a reload builds the same layer
+
+
+def test_same_seed_same_codes(tiny_model: Callable[..., nn.Module]) -> None:
+    first, second = (quantize_model(rotated(tiny_model("qwen2")), **NO_CACHE, **CALIBRATION) for _ in range(2))
+    for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+def test_hessians_see_rotated_inputs(tiny_model: Callable[..., nn.Module]) -> None:
+    """The Hessian of down_proj is that of its input after the online Hadamard."""
+    model = rotated(tiny_model("llama"))
+    name, layer = next(iter(decoder_layers(model)))
+    down = layer.get_submodule("mlp.down_proj")
+    assert isinstance(down, RotatedLinear)
+    seen: list[torch.Tensor] = []
+    handle = down.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    windows = TOKENS[:128].view(2, 64)
+    logits(model, windows)
+    handle.remove()
+    spec = down.input_rotation
+    x = hadamard(torch.cat([s.flatten(0, -2) for s in seen]), spec.order, spec.pow2, spec.inner)
+    work = LayerQuantizer(
+        name, layer, _record(model), {"mlp.down_proj": QuarotConfig()}, 0, LayerInputs(model, windows, None)
+    )
+    assert work._moments(("mlp.down_proj",)).hessian == pytest.approx(x.T @ x / x.shape[0], rel=1e-4, abs=1e-5)
+
+
+def _record(model: nn.Module) -> Any:
+    from quarot.architectures import architecture_of
+
+    return architecture_of(model)
+
+
+@pytest.mark.parametrize("bits", [(4, 4), (4, 16), (8, 8), (3, 8), (16, 4)], ids=str)
+def test_simulated_and_packed_are_the_same_integers(
+    tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor, bits: tuple[int, int]
+) -> None:
+    """Dequantised weights and fake-quantised activations in plain layers give what the packed model gives."""
+    from quarot.calibration.observed_linear import ObservedLinear
+
+    packed = rotated(tiny_model("qwen3"))
+    plain = copy.deepcopy(packed)
+    fields = {"w_bits": bits[0], "a_bits": bits[1]}
+    quantize_model(packed, w_method="rtn", progress=False, **fields, **NO_CACHE)
+    for (name, module, role), (_, integer, _) in zip(
+        list(linear_modules(plain)), list(linear_modules(packed)), strict=True
+    ):
+        if role != "lm_head":
+            observed = ObservedLinear(module, QuarotConfig(**fields), quantized_inputs=True)
+            observed.matrix = integer.dequantize()
+            plain.set_submodule(name, observed)
+    # Sums in another order move single values across a rounding edge; layer by layer the integers are equal.
+    assert distance(plain, logits(packed, token_ids), token_ids) < 1e-3
+
+
+def test_ignore_and_overrides(tiny_model: Callable[..., nn.Module]) -> None:
+    model = quantize_model(
+        rotated(tiny_model("llama")),
+        w_method="rtn",
+        progress=False,
+        ignore=["lm_head", r"re:model\.layers\.1\..*"],
+        overrides={r".*\.down_proj": {"w_bits": 8, "a_bits": 8}},
+    )
+    assert not any(isinstance(m, QuantLinear) for m in model.model.layers[1].modules())
+    assert model.model.layers[0].mlp.down_proj.w_bits == model.model.layers[0].mlp.down_proj.a_bits == 8
+    assert model.model.layers[0].mlp.up_proj.w_bits == 4
+
+
+def test_lm_head_when_asked_for(tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor) -> None:
+    model = rotated(tiny_model("llama"))
+    reference = logits(model, token_ids)
+    quantize_model(model, w_bits=8, a_bits=8, ignore=[], **NO_CACHE, **CALIBRATION)
+    assert isinstance(model.lm_head, QuantLinear)
+    assert distance(model, reference, token_ids) < 0.1
+
+
+def test_an_unrotated_model_is_quantised_with_a_warning(
+    tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    model = quantize_model(tiny_model("llama"), w_method="rtn", progress=False)
+    assert "rotate_model" in caplog.text
+    assert model.config.quantization_config.rotation is None
+
+
+def test_refused_and_untouched(tiny_model: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = rotated(tiny_model("llama"))
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"q_proj: weight groups of 100 do not divide its 128 inputs"):
+        quantize_model(model, w_group_size=100, w_method="rtn")
+    with pytest.raises(ValueError, match=r"weight groups of 16 do not fit integer GEMMs.*32"):
+        quantize_model(model, w_group_size=16, w_method="rtn")
+    with pytest.raises(ValueError, match="activation groups of 32 must be a multiple of the weight groups of 64"):
+        quantize_model(model, w_group_size=64, a_group_size=32, w_method="rtn")
+    with pytest.raises(ValueError, match="calibration text"):
+        quantize_model(model)
+    with pytest.raises(ValueError, match=r"30 tokens.*at least 49.*calibration_length to 29"):
+        quantize_model(model, **{**CALIBRATION, "calibration": TOKENS[:30]})
+    with pytest.raises(ValueError, match="w_bits=9"):
+        quantize_model(model, w_bits=9)
+    after = model.state_dict()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_quantised_twice(tiny_model: Callable[..., nn.Module]) -> None:
+    model = quantize_model(rotated(tiny_model("llama")), w_method="rtn", progress=False)
+    with pytest.raises(ValueError, match=re.escape("model.layers.0.self_attn.q_proj is quantised already")):
+        quantize_model(model, w_method="rtn")
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_nan_weights_are_named(tiny_model: Callable[..., nn.Module], method: str) -> None:
+    model = rotated(tiny_model("llama"))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = float("nan")
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj: 1 of \d+ weights are NaN"):
+        quantize_model(model, w_method=method, **CALIBRATION)
+
+
+def test_experts_are_refused(tiny_model: Callable[..., nn.Module], moe_family: str) -> None:
+    with pytest.raises(NotImplementedError, match="experts"):
+        quantize_model(tiny_model(moe_family), w_method="rtn")
+
+
+@pytest.mark.parametrize("group_size", [32, 64])
+def test_groups_reduce_the_error(
+    tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor, group_size: int
+) -> None:
+    model = rotated(tiny_model("llama"))
+    reference = logits(model, token_ids)
+    whole = quantize_model(copy.deepcopy(model), w_method="rtn", a_bits=16, progress=False, **NO_CACHE)
+    groups = quantize_model(model, w_method="rtn", a_bits=16, w_group_size=group_size, progress=False, **NO_CACHE)
+    assert distance(groups, reference, token_ids) < distance(whole, reference, token_ids)
+
+
+def test_cache_only_keeps_the_weights(tiny_model: Callable[..., nn.Module]) -> None:
+    model = rotated(tiny_model("llama"))
+    quantize_model(model, w_bits=16, a_bits=16)
+    assert not any(isinstance(m, QuantLinear) for m in model.modules())
+    assert model.config.quantization_config.k_bits == 4
