@@ -11,6 +11,7 @@ from quarot.config import QuarotConfig
 from quarot.integrations.transformers import generation, saving
 from quarot.integrations.transformers.quantizer import QuarotHfQuantizer, forget
 from quarot.nn.kv_format import KVFormat
+from quarot.runtime import fused_decoder
 
 
 def attach(
@@ -20,7 +21,8 @@ def attach(
 
     Sets ``config.quantization_config`` and the quantizer (so that ``save_pretrained`` writes a checkpoint that loads as
     this very model), makes saving atomic, and, where keys or values are quantised, switches to the attention function
-    ``"quarot"`` and makes ``generate`` use a :class:`~quarot.nn.quant_kv_cache.QuantKVCache`. May be called again.
+    ``"quarot"`` and makes ``generate`` use a :class:`~quarot.nn.quant_kv_cache.QuantKVCache`. Where every layer has fused kernels the
+    decoder takes the fused path (:mod:`quarot.runtime.fused_decoder`). May be called again.
 
     Args:
         model: a transformers causal-LM model of a supported family.
@@ -50,6 +52,10 @@ def attach(
         generation.install(model)
     else:
         _restore_attention(model)
+    if quantized:
+        fused_decoder.install(model)
+    else:
+        fused_decoder.uninstall(model)
 
 
 def detach(model: Any) -> None:
@@ -57,6 +63,7 @@ def detach(model: Any) -> None:
     for _, layer in decoder_layers(model):
         layer.get_submodule(architecture_of(model).attention).quarot_kv_format = None  # type: ignore[assignment]
     _restore_attention(model)
+    fused_decoder.uninstall(model)
     saving.uninstall(model)
     forget(model)
 

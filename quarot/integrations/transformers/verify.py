@@ -1,4 +1,4 @@
-"""Checks a checkpoint against the model it is about to fill, before anything is loaded.
+"""Checks a checkpoint against the model it is about to fill.
 
 transformers fills missing tensors with random numbers and a log line; that is a wrong model, so here it is an error.
 """
@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 import os
 import struct
+import types
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
+
+from quarot.architectures import architecture_of
 
 
 def verify_checkpoint(model: nn.Module, files: Iterable[str | os.PathLike[str]] | None) -> None:
@@ -29,17 +33,32 @@ def verify_checkpoint(model: nn.Module, files: Iterable[str | os.PathLike[str]] 
         raise ValueError(f"quarot checkpoints are safetensors; found only {', '.join(map(str, files))}")
     where = os.path.dirname(os.fspath(next(iter(files))))
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in _tied(model)}
-    missing = [name for name in wanted if name not in stored]
-    if missing:
-        raise ValueError(
-            f"the checkpoint in {where} lacks {len(missing)} of {len(wanted)} tensors: {', '.join(missing[:3])}, ..; "
-            "it is incomplete or its config.json belongs to another checkpoint"
-        )
+    if architecture_of(model).experts is None:  # transformers stores experts one by one, under other names
+        _refuse([name for name in wanted if name not in stored], where)
     for name, shape in wanted.items():
-        if stored[name] != shape:
+        if stored.get(name, shape) != shape:
             raise ValueError(
                 f"the checkpoint in {where} has {name} of shape {list(stored[name])}, config.json wants {list(shape)}"
             )
+
+
+def watch_missing(model: Any) -> None:
+    """Make loading fail where transformers would only log: tensors it could not find, after all its renaming."""
+
+    def refuse_missing(self: Any, loading_info: Any) -> None:
+        type(self)._adjust_missing_and_unexpected_keys(self, loading_info)
+        del self._adjust_missing_and_unexpected_keys
+        _refuse(sorted(loading_info.missing_keys), self.config.name_or_path)
+
+    model._adjust_missing_and_unexpected_keys = types.MethodType(refuse_missing, model)
+
+
+def _refuse(missing: list[str], where: str) -> None:
+    if missing:
+        raise ValueError(
+            f"the checkpoint in {where} lacks {len(missing)} tensors: {', '.join(missing[:3])}, ..; "
+            "it is incomplete or its config.json belongs to another checkpoint"
+        )
 
 
 def _tied(model: nn.Module) -> set[str]:
