@@ -72,6 +72,8 @@ def load(path: str, options: argparse.Namespace, *, device: Any = None) -> Any:
 
     import quarot
 
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ValueError(f"{path}: no such folder")
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ValueError(f"{path} is a folder without config.json: not a model")
     dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)

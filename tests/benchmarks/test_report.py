@@ -1,0 +1,141 @@
+"""Benchmark rows: the format, atomic appends, and the tables made from them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import report, run_all, timing  # noqa: E402
+from benchmarks.report import Row  # noqa: E402
+from benchmarks.shapes import SHAPES, Options  # noqa: E402
+
+
+def a_row(**fields):
+    return Row("hadamard", "llama-2-7b", "qkv", **{"m": 16, "us": 2.0, "peer": "copy_floor", "peer_us": 3.0, **fields})
+
+
+def test_a_row_has_every_field_and_absent_ones_are_null():
+    row = report.stamp(a_row(context=4096), gpu="NVIDIA H200")
+    assert set(
+        [
+            "op",
+            "model",
+            "layer",
+            "m",
+            "n",
+            "k",
+            "dtype",
+            "us",
+            "roof_us",
+            "peer",
+            "peer_us",
+            "ratio",
+            "gpu",
+            "commit",
+            "torch",
+            "date",
+        ]
+    ) <= set(row)
+    assert (row["n"], row["ratio"], row["context"], row["gpu"]) == (None, 1.5, 4096, "NVIDIA H200")
+
+
+def test_a_row_without_a_peer_has_no_ratio():
+    assert Row("e2e_memory", "llama-2-7b", bytes=5)["ratio"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "slug"),
+    [("NVIDIA H200", "h200"), ("NVIDIA GeForce RTX 4090", "rtx-4090"), ("NVIDIA A100-SXM4-80GB", "a100-sxm4-80gb")],
+)
+def test_results_are_named_after_the_gpu(name, slug):
+    assert report.gpu_slug(name) == slug
+
+
+def test_appending_keeps_what_is_there_and_leaves_no_temporary_file(tmp_path):
+    path = tmp_path / "results" / "h200.json"
+    report.append([a_row(m=1)], path)
+    report.append([a_row(m=2), a_row(m=3)], path)
+    assert [row["m"] for row in json.loads(path.read_text())] == [1, 2, 3]
+    assert [p.name for p in path.parent.iterdir()] == ["h200.json"]
+
+
+def test_an_append_that_fails_loses_nothing(tmp_path):
+    path = tmp_path / "h200.json"
+    report.append([a_row(m=1)], path)
+    with pytest.raises(TypeError):
+        report.append([a_row(m=object())], path)
+    assert [row["m"] for row in report.read(path)] == [1]
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="not a JSON list"):
+        report.append([a_row()], path)
+
+
+def test_the_newest_row_of_a_measurement_counts():
+    rows = [a_row(us=9.0), a_row(m=1), a_row(us=4.0)]
+    assert [(row["m"], row["us"]) for row in report.newest(rows)] == [(16, 4.0), (1, 2.0)]
+
+
+def test_tables_and_readme(tmp_path):
+    results = tmp_path / "results"
+    report.append([{**report.stamp(a_row(m=m), gpu="NVIDIA H200")} for m in (1, 16)], results / "h200.json")
+    accuracy = [
+        {"table": "main", "setting": "w4a4kv4-gptq", "seed": seed, "ppl": ppl, "windows": 147}
+        for seed, ppl in ((0, 50.0), (1, 48.0))
+    ]
+    report.append(accuracy, results / "accuracy-smollm2.json")
+    assert "| llama-2-7b | qkv | 1 | 2 | copy_floor | 3 | 1.5 |" in report.speed_tables(results)
+    assert "| main | w4a4kv4-gptq | 49 | 2 | 48 to 50 | 147 |" in report.accuracy_table(results)
+    readme = tmp_path / "README.md"
+    readme.write_text("a <!-- accuracy:begin -->old<!-- accuracy:end --> <!-- summary:begin --><!-- summary:end --> c")
+    report.write_readme(readme, results)
+    report.write_readme(readme, results)  # idempotent
+    text = readme.read_text()
+    assert "old" not in text
+    assert text.count("w4a4kv4-gptq") == 1
+    assert text.startswith("a ")
+    assert text.endswith(" c")
+
+
+def test_missing_markers_are_named():
+    with pytest.raises(ValueError, match="<!-- speed:begin -->"):
+        report.fill("nothing here", "speed", "table")
+
+
+def test_plots_are_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    report.append([report.stamp(a_row(), gpu="NVIDIA H200")], tmp_path / "results" / "h200.json")
+    (picture,) = report.plots(tmp_path / "plots", tmp_path / "results")
+    assert picture.name == "h200-hadamard.png"
+    assert picture.stat().st_size > 3000
+
+
+def test_shapes_are_what_the_models_have():
+    assert SHAPES["llama-2-7b"].linears["qkv"] == (3 * 4096, 4096)
+    assert SHAPES["llama-2-70b"].linears == {
+        "qkv": (8192 + 2 * 1024, 8192),
+        "o_proj": (8192, 8192),
+        "gate_up": (2 * 28672, 8192),
+        "down_proj": (8192, 28672),
+    }
+    with pytest.raises(ValueError, match="no shapes for model 'gpt'"):
+        Options(models=("gpt",))
+
+
+def test_inputs_overflow_the_cache_but_not_the_memory():
+    megabyte = 1 << 20
+    assert timing.copies_for(10 * megabyte, 50 * megabyte) == 15
+    assert timing.copies_for(1000 * megabyte, 50 * megabyte) == 2
+    assert timing.copies_for(1, 50 * megabyte) == 100
+
+
+def test_every_benchmark_has_rows_and_run_all_needs_a_gpu(capsys, monkeypatch):
+    import torch
+
+    assert not {"timing", "report", "accuracy_settings"} & set(run_all.names())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_all.main(["--ops", "hadamard"]) == 2
+    assert "no CUDA device" in capsys.readouterr().err

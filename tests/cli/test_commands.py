@@ -1,0 +1,122 @@
+"""Every subcommand end to end on a tiny model: quantise, inspect, evaluate, generate, time."""
+
+import json
+
+import pytest
+
+from quarot.cli import COMMANDS, main
+
+QUICK = ["--samples", "2", "--length", "32", "--quiet", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def quantized(model_folder, text_file, tmp_path_factory):
+    out = tmp_path_factory.mktemp("quantized") / "w4a4kv4"
+    assert main(["quantize", str(model_folder), "--out", str(out), "--calibration", str(text_file), *QUICK]) == 0
+    return out
+
+
+def test_quantize_saves_the_papers_recipe_with_its_rotation(quantized):
+    config = json.loads((quantized / "config.json").read_text())["quantization_config"]
+    assert (config["w_bits"], config["a_bits"], config["k_bits"], config["v_bits"]) == (4, 4, 4, 4)
+    assert (config["w_method"], config["calibration_samples"], config["calibration_length"]) == ("gptq", 2, 32)
+    assert config["rotation"]["family"] == "llama"
+
+
+def test_info_names_bits_and_rotations(quantized, capsys):
+    assert main(["info", str(quantized)]) == 0
+    text = capsys.readouterr().out
+    assert "w_bits = 4" in text
+    assert "R4" in text
+    assert main(["info", str(quantized), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["quantization"]["w_bits"] == 4
+
+
+def test_eval_writes_the_perplexity(quantized, text_file, tmp_path, capsys):
+    out = tmp_path / "result.json"
+    arguments = ["--text", str(text_file), "--window", "64", "--max-windows", "3", "--json", str(out), "--quiet"]
+    assert main(["eval", str(quantized), "--device", "cpu", *arguments]) == 0
+    result = json.loads(out.read_text())
+    assert (result["windows"], result["tokens"]) == (3, 192)
+    assert f"perplexity {result['ppl']:.4f}" in capsys.readouterr().out
+
+
+def test_generate_prints_prompt_and_continuation(quantized, capsys):
+    assert main(["generate", str(quantized), "--prompt", "The fox", "--max-new-tokens", "5", "--device", "cpu"]) == 0
+    assert capsys.readouterr().out.startswith("The fox")
+
+
+def test_sampling_is_repeatable(quantized, capsys):
+    arguments = [
+        "generate",
+        str(quantized),
+        "--prompt",
+        "The fox",
+        "--temperature",
+        "1",
+        "--seed",
+        "3",
+        "--device",
+        "cpu",
+    ]
+    texts = []
+    for _ in range(2):
+        assert main([*arguments, "--max-new-tokens", "8", "--device", "cpu"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_bench_compares_with_a_peer(quantized, model_folder, tmp_path, capsys):
+    out = tmp_path / "bench.json"
+    sizes = ["--prompt-tokens", "16", "--new-tokens", "2", "--repeats", "1", "--device", "cpu", "--json", str(out)]
+    assert main(["bench", str(quantized), "--peer", str(model_folder), *sizes]) == 0
+    mine, peer = json.loads(out.read_text())
+    assert mine["weight_bytes"] < peer["weight_bytes"]
+    assert mine["cache_bytes"] > 0
+    assert "decode_ms_per_token" in capsys.readouterr().out
+
+
+def test_demo_saves_and_reloads(model_folder, text_file, tmp_path, capsys):
+    out = tmp_path / "kept"
+    arguments = ["--text", str(text_file), "--calibration", str(text_file), "--out", str(out), "--windows", "1", *QUICK]
+    assert main(["demo", str(model_folder), "--w-bits", "8", "--a-bits", "8", *arguments]) == 0
+    text = capsys.readouterr().out
+    assert "full precision" in text
+    assert "W8A8KV4 GPTQ" in text
+    assert (out / "config.json").is_file()
+
+
+def test_plot_draws_before_and_after(model_folder, text_file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "outliers.png"
+    assert (
+        main(["plot", str(model_folder), "--out", str(out), "--text", str(text_file), "--tokens", "64", "--quiet"]) == 0
+    )
+    assert out.stat().st_size > 10_000
+    assert capsys.readouterr().out.count("after rotation") == 4
+
+
+def test_doctor_reports_every_required_package(capsys):
+    status = main(["doctor"])
+    text = capsys.readouterr().out
+    assert status in (0, 1)
+    assert "torch" in text
+    assert "CUDA extension" in text
+    assert ("problem" in text) == (status == 1)
+
+
+def test_rotation_only(model_folder, tmp_path, capsys):
+    out = tmp_path / "rotated"
+    sixteen = ["--w-bits", "16", "--a-bits", "16", "--kv-bits", "16"]
+    assert main(["quantize", str(model_folder), "--out", str(out), "--device", "cpu", "--quiet", *sixteen]) == 0
+    assert "R1" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["w_bits"] == 16
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_argument(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"usage: quarot {command}" in capsys.readouterr().out

@@ -1,0 +1,81 @@
+"""What goes wrong on the command line: one line, the right exit status, nothing written, no traceback."""
+
+import subprocess
+import sys
+
+import pytest
+
+from quarot.cli import main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["eval", "{missing}", "--text", "{text}"], "no such folder"),
+        (["eval", "{empty}", "--text", "{text}"], "without config.json"),
+        (["eval", "{model}", "--text", "{missing}"], "neither a text file"),
+        (["eval", "{model}", "--text", "{text}", "--window", "100000"], "fewer than one window"),
+        (["eval", "{model}", "--text", "{text}", "--device", "cuda:99"], "CUDA devices"),
+        (["eval", "{model}", "--text", "{text}", "--device", "abacus"], "not a torch device"),
+        (["eval", "{model}", "--tasks", "piqa={missing}"], "task 'piqa': no file"),
+        (["generate", "{model}", "--prompt", ""], "prompt is empty"),
+        (["generate", "{model}", "--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
+        (["generate", "{model}", "--prompt", "x", "--top-p", "2"], "in (0, 1]"),
+        (["quantize", "{model}", "--out", "{out}", "--w-bits", "9"], "w_bits=9 is not supported"),
+        (["quantize", "{model}", "--out", "{out}", "--set", "nonsense"], "write FIELD=VALUE"),
+        (["quantize", "{model}", "--out", "{out}", "--set", "nonsense=1"], "nonsense"),
+        (["quantize", "{model}", "--out", "{out}", "--calibration", "{missing}"], "neither a text file"),
+        (["quantize", "{model}", "--out", "{model}", "--method", "rtn"], "exists; choose another folder"),
+        (["quantize", "{model}", "--out", "{text}", "--method", "rtn"], "is a file"),
+        (["quantize", "{model}", "--out", "{out}", "--method", "rtn", "--group-size", "100"], "100"),
+        (["quantize", "{model}", "--out", "{out}", "--calibration", "{text}", "--length", "90000"], "calibration"),
+        (["info", "{empty}"], "no config.json"),
+        (["bench", "{model}", "--batch", "0"], "--batch must be at least 1"),
+    ],
+)
+def test_one_line_and_status_1(arguments, message, model_folder, text_file, tmp_path, capsys):
+    places = {"model": model_folder, "text": text_file, "out": tmp_path / "out", "missing": tmp_path / "missing"}
+    (tmp_path / "empty").mkdir()
+    filled = [argument.format(empty=tmp_path / "empty", **places) for argument in arguments]
+    assert main([*filled, "--quiet"]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_truncated_weights_are_named(model_folder, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in model_folder.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    weights = copy / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    assert main(["info", str(copy)]) == 1
+    assert "model.safetensors is truncated" in capsys.readouterr().err
+
+
+def test_debug_shows_the_traceback(tmp_path):
+    with pytest.raises(ValueError, match="not a saved model"):
+        main(["info", str(tmp_path), "--debug"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["quantize", "smollm2"], ["eval", "m", "--dtype", "int4"]])
+def test_wrong_usage_is_status_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert "usage: quarot" in capsys.readouterr().err
+
+
+def test_help_and_import_need_no_torch():
+    """``quarot --help`` answers at once: neither it nor ``import quarot`` loads torch or an optional package."""
+    code = (
+        "import sys, quarot\n"
+        "from quarot.cli import build_parser\n"
+        "build_parser()\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'lm_eval', 'matplotlib', 'flashinfer', 'compressed_tensors'}\n"
+        "print(sorted(heavy & set(sys.modules)))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
