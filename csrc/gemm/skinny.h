@@ -12,35 +12,29 @@ enum class WeightFormat : int { kInt4Tiles = 0, kInt8Rows = 1 };
 
 /// One call. Device pointers; `k` is the padded width (a multiple of 32) and the row length of `codes`.
 struct SkinnyProblem {
-  void const* codes;          ///< int8 [m, k], 16-byte aligned
-  float const* row_scale;     ///< float32 [m]
-  void const* weight;         ///< packed int4 tiles [ceil(n/16), k/32, 256], or int8 [n, k]
-  float const* weight_scale;  ///< float32 [n], or [n, groups] when group_size > 0
-  float const* bias;          ///< float32 [n] or null
-  void* out;                  ///< [m, ldd] of `type`
-  int m;
-  int n;
-  int k;
-  int ldd;
-  int groups;      ///< number of scale groups along K; 1 = one scale a channel
-  int group_size;  ///< K / groups, a multiple of 32; ignored when groups == 1
-  OutputType type;
-  WeightFormat format;
-  cudaStream_t stream;
+    void const* codes;          ///< int8 [m, k], 16-byte aligned
+    float const* row_scale;     ///< float32 [m]
+    void const* weight;         ///< packed int4 tiles [ceil(n/16), k/32, 256], or int8 [n, k]
+    float const* weight_scale;  ///< float32 [n], or [n, groups] when groups > 0
+    float const* bias;          ///< float32 [n] or null
+    void* out;                  ///< [m, ldd] of `type`
+    int m;
+    int n;
+    int k;
+    int ldd;
+    int groups;      ///< number of scale groups along K; 0 = one scale a channel
+    int group_size;  ///< K / groups, a multiple of 32; ignored when groups == 0
+    OutputType type;
+    WeightFormat format;
+    cudaStream_t stream;
 };
 
-/// How to run it. `automatic()` picks by size; the tuner passes its own.
+/// How to run it; dispatch.h picks by size, the tuner passes its own.
 struct SkinnyConfig {
-  int tokens;   ///< tokens of one pass over the weights: 8, 16 or 32
-  int warps;    ///< 16 or 32 a block
-  int blocks;   ///< resident blocks an SM: 1 or 2
-  int cluster;  ///< blocks that split K among themselves: 1, 2, 4 or 8 (sm_90 only)
+    int tokens;   ///< tokens of one pass over the weights: 8, 16 or 32
+    int warps;    ///< 16 or 32 a block
+    int blocks;   ///< resident blocks an SM: 1 or 2
+    int cluster;  ///< blocks that split K among themselves: 1, 2, 4 or 8 (sm_90 only)
 };
-
-/// The configuration for this size, see NOTES.md for the measurements behind it.
-SkinnyConfig skinny_config(SkinnyProblem const& problem, int capability);
-
-/// Launches on `problem.stream`; allocates nothing, synchronises nothing.
-cudaError_t skinny_gemm(SkinnyProblem const& problem, SkinnyConfig const& config);
 
 }  // namespace quarot

@@ -7,6 +7,6 @@ namespace quarot {
 
 cudaError_t skinny_int4(SkinnyProblem const& problem, SkinnyConfig const& config);
 cudaError_t skinny_int8(SkinnyProblem const& problem, SkinnyConfig const& config);
-cudaError_t skinny_int4_grouped(SkinnyProblem const& problem, SkinnyConfig const& config);
+cudaError_t skinny_grouped(SkinnyProblem const& problem);
 
 }  // namespace quarot

@@ -5,10 +5,10 @@
 namespace quarot {
 
 cudaError_t skinny_int8(SkinnyProblem const& p, SkinnyConfig const& c) {
-  using W = skinny::Int8Rows;
-  if (c.tokens <= 8) return skinny::run<W, 1, 2, 16, 2>(p, c.cluster);
-  if (c.tokens <= 16) return skinny::run<W, 2, 2, 16, 2>(p, c.cluster);
-  return skinny::run<W, 4, 4, 16, 1>(p, c.cluster);
+    using W = skinny::Int8Rows;
+    if (c.tokens <= 8) return skinny::run<W, 1, 2, 16, 2>(p, c.cluster);
+    if (c.tokens <= 16) return skinny::run<W, 2, 2, 16, 1>(p, c.cluster);
+    return skinny::run<W, 4, 2, 16, 1>(p, c.cluster);
 }
 
 }  // namespace quarot

@@ -1,5 +1,5 @@
-// The kernel behind skinny.h. Weights go from global memory straight into mma.sync operands; nothing but int32 partial sums and
-// the activations passes through shared memory. See NOTES.md for the design and the measurements.
+// The kernel behind skinny.h. Weights go from global memory straight into mma.sync operands; nothing but int32 partial
+// sums and the activations passes through shared memory. See NOTES.md for the design and the measurements.
 #pragma once
 
 #include "gemm/skinny.h"
@@ -9,271 +9,320 @@
 
 namespace quarot::skinny {
 
-constexpr int kUnit = 64;         // K of one work unit: two int4 atoms
-constexpr int kAccStride = 20;    // int32 words from token to token: 16 rows, padded so that fragment adds hit 32 banks
+constexpr int kUnit = 64;       // K of one work unit: two int4 atoms
+constexpr int kAccStride = 20;  // int32 words from token to token: 16 rows, padded so that fragment adds hit 32 banks
 
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
 __device__ __forceinline__ void cluster_barrier() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 #endif
 }
 
 /// One int32 of another block's shared memory (same offset as in this block).
 __device__ __forceinline__ int load_cluster(uint32_t shared_address, int rank) {
-  int value = 0;
+    int value = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\nld.shared::cluster.s32 %0, [remote];\n}"
-               : "=r"(value) : "r"(shared_address), "r"(rank) : "memory");
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\nld.shared::cluster.s32 %0, [remote];\n}"
+        : "=r"(value)
+        : "r"(shared_address), "r"(rank)
+        : "memory");
 #endif
-  return value;
+    return value;
 }
 
 __device__ __forceinline__ void copy_16_bytes(uint32_t shared_address, void const* global) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
+}
+
+/// Through L1, where a second block of the same SM finds the line again.
+__device__ __forceinline__ void copy_16_bytes_l1(uint32_t shared_address, void const* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
+}
+
+__device__ __forceinline__ void copy_4_bytes(void* shared, void const* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+                 "l"(global)
+                 : "memory");
 }
 
 __device__ __forceinline__ void mma(int (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
-  asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-               : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// Packed int4 tiles. A unit is two 256-byte atoms; the values enter the MMA as 16*w (the nibble stays in the high half).
+/// Packed int4 tiles. A unit is two 256-byte atoms; the values enter the MMA as 16*w (the nibble stays in the high
+/// half).
 struct Int4Tiles {
-  static constexpr float kMultiplier = 0.0625f;  // undoes the 16: exact
-  static constexpr int kRegisters = 4;           // of one lane for one unit
-  static constexpr int kUnitBytes = 512;         // from unit to unit of a strip
-  static constexpr int kRowPad(int k) { return k + 16; }  // odd multiple of 16 bytes: ldmatrix reads hit all banks
+    static constexpr float kMultiplier = 0.0625f;           // undoes the 16: exact
+    static constexpr int kRegisters = 4;                    // of one lane for one unit
+    static constexpr int kUnitBytes = 512;                  // from unit to unit of a strip
+    static constexpr int kRowPad(int k) { return k + 16; }  // odd multiple of 16 bytes: ldmatrix reads hit all banks
 
-  static __device__ char const* lane_pointer(void const* weight, int strip, int k, int, int lane) {
-    return static_cast<char const*>(weight) + size_t(strip) * size_t(k / 32) * 256 + lane * 8;
-  }
-  /// Reads unit `u` of an item; atoms at or past `atoms` (of the item) come back as zero.
-  static __device__ void load(uint32_t (&r)[4], char const* item, int u, int atoms, int) {
-    char const* p = item + u * kUnitBytes;
-    r[0] = r[1] = r[2] = r[3] = 0;
-    if (2 * u < atoms) load_8(r[0], r[1], p);
-    if (2 * u + 1 < atoms) load_8(r[2], r[3], p + 256);
-  }
-  static __device__ void load_8(uint32_t& x, uint32_t& y, char const* p) {
-    // Streamed once: keep it out of L1, and let DRAM pages be read in 256-byte steps.
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {%0,%1}, [%2];" : "+r"(x), "+r"(y) : "l"(p));
-  }
-  static __device__ void fragment(uint32_t (&a)[4], uint32_t const (&r)[4], int half) {
-    uint32_t const x = r[2 * half], y = r[2 * half + 1];
-    a[0] = (x << 4) & 0xF0F0F0F0u;
-    a[1] = x & 0xF0F0F0F0u;
-    a[2] = (y << 4) & 0xF0F0F0F0u;
-    a[3] = y & 0xF0F0F0F0u;
-  }
-  /// Activation fragments of a unit for 8 tokens: b[0..1] for the first atom, b[2..3] for the second.
-  static __device__ uint32_t activation_address(uint32_t base, int row, int stride, int lane) {
-    return base + row * stride + (lane / 8) * 16;
-  }
-  static __device__ void activations(uint32_t (&b)[4], uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-  }
-  static __device__ int activation_row(int lane) { return lane % 8; }
+    static __device__ char const* lane_pointer(void const* weight, int strip, int k, int, int lane) {
+        return static_cast<char const*>(weight) + size_t(strip) * size_t(k / 32) * 256 + lane * 8;
+    }
+    /// Reads unit `u` of an item; atoms at or past `atoms` (of the item) come back as zero.
+    static __device__ void load(uint32_t (&r)[4], char const* item, int u, int atoms, int) {
+        char const* p = item + u * kUnitBytes;
+        r[0] = r[1] = r[2] = r[3] = 0;
+        if (2 * u < atoms) load_8(r[0], r[1], p);
+        if (2 * u + 1 < atoms) load_8(r[2], r[3], p + 256);
+    }
+    static __device__ void load_8(uint32_t& x, uint32_t& y, char const* p) {
+        // Streamed once: keep it out of L1, and let DRAM pages be read in 256-byte steps.
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {%0,%1}, [%2];" : "+r"(x), "+r"(y) : "l"(p));
+    }
+    static __device__ void fragment(uint32_t (&a)[4], uint32_t const (&r)[4], int half) {
+        uint32_t const x = r[2 * half], y = r[2 * half + 1];
+        a[0] = (x << 4) & 0xF0F0F0F0u;
+        a[1] = x & 0xF0F0F0F0u;
+        a[2] = (y << 4) & 0xF0F0F0F0u;
+        a[3] = y & 0xF0F0F0F0u;
+    }
+    /// Activation fragments of a unit for 8 tokens: b[0..1] for the first atom, b[2..3] for the second.
+    static __device__ uint32_t activation_address(uint32_t base, int row, int stride, int lane) {
+        return base + row * stride + (lane / 8) * 16;
+    }
+    static __device__ void activations(uint32_t (&b)[4], uint32_t address) {
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                     : "r"(address)
+                     : "memory");
+    }
+    static __device__ int activation_row(int lane) { return lane % 8; }
 };
 
-/// Row-major int8. Lane (row, quad) holds 16 consecutive k of its rows; the activations use the same order, so the MMA's own
-/// order of k does not matter.
+/// Row-major int8. Lane (row, quad) holds 16 consecutive k of its rows; the activations use the same order, so the
+/// MMA's own order of k does not matter.
 struct Int8Rows {
-  static constexpr float kMultiplier = 1.0f;
-  static constexpr int kRegisters = 8;
-  static constexpr int kUnitBytes = kUnit;
-  static constexpr int kRowPad(int k) { return (k + 127) / 128 * 128 + 64; }  // two rows fill the 32 banks
+    static constexpr float kMultiplier = 1.0f;
+    static constexpr int kRegisters = 8;
+    static constexpr int kUnitBytes = kUnit;
+    static constexpr int kRowPad(int k) { return (k + 127) / 128 * 128 + 64; }  // two rows fill the 32 banks
 
-  static __device__ char const* lane_pointer(void const* weight, int strip, int k, int n, int lane) {
-    int const row = min(strip * 16 + lane / 4, n - 1);  // rows past the end repeat the last one and are not stored
-    return static_cast<char const*>(weight) + size_t(row) * k + (lane % 4) * 16;
-  }
-  static __device__ void load(uint32_t (&r)[8], char const* item, int u, int atoms, int row8_offset) {
-    char const* p = item + u * kUnitBytes;
-    r[0] = r[1] = r[2] = r[3] = r[4] = r[5] = r[6] = r[7] = 0;
-    if (int(threadIdx.x % 4) / 2 < atoms - 2 * u) {
-      load_16(r, p);
-      load_16(r + 4, p + row8_offset);
+    static __device__ char const* lane_pointer(void const* weight, int strip, int k, int n, int lane) {
+        int const row = min(strip * 16 + lane / 4, n - 1);  // rows past the end repeat the last one and are not stored
+        return static_cast<char const*>(weight) + size_t(row) * k + (lane % 4) * 16;
     }
-  }
-  static __device__ void load_16(uint32_t* r, char const* p) {
-    asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3]) : "l"(p));
-  }
-  static __device__ void fragment(uint32_t (&a)[4], uint32_t const (&r)[8], int half) {
-    a[0] = r[2 * half];
-    a[1] = r[4 + 2 * half];
-    a[2] = r[2 * half + 1];
-    a[3] = r[4 + 2 * half + 1];
-  }
-  static __device__ uint32_t activation_address(uint32_t base, int row, int stride, int lane) {
-    return base + row * stride + (lane % 4) * 16;
-  }
-  static __device__ void activations(uint32_t (&b)[4], uint32_t address) {
-    asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3]) : "r"(address) : "memory");
-  }
-  static __device__ int activation_row(int lane) { return lane / 4; }
+    static __device__ void load(uint32_t (&r)[8], char const* item, int u, int atoms, int row8_offset) {
+        char const* p = item + u * kUnitBytes;
+        r[0] = r[1] = r[2] = r[3] = r[4] = r[5] = r[6] = r[7] = 0;
+        if (int(threadIdx.x % 4) / 2 < atoms - 2 * u) {
+            load_16(r, p);
+            load_16(r + 4, p + row8_offset);
+        }
+    }
+    static __device__ void load_16(uint32_t* r, char const* p) {
+        asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "+r"(r[0]), "+r"(r[1]), "+r"(r[2]), "+r"(r[3])
+                     : "l"(p));
+    }
+    static __device__ void fragment(uint32_t (&a)[4], uint32_t const (&r)[8], int half) {
+        a[0] = r[2 * half];
+        a[1] = r[4 + 2 * half];
+        a[2] = r[2 * half + 1];
+        a[3] = r[4 + 2 * half + 1];
+    }
+    static __device__ uint32_t activation_address(uint32_t base, int row, int stride, int lane) {
+        return base + row * stride + (lane % 4) * 16;
+    }
+    static __device__ void activations(uint32_t (&b)[4], uint32_t address) {
+        asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                     : "r"(address)
+                     : "memory");
+    }
+    static __device__ int activation_row(int lane) { return lane / 4; }
 };
 
 __device__ __forceinline__ void store(void* out, size_t index, float value, OutputType type) {
-  if (type == OutputType::kFloat16) static_cast<__half*>(out)[index] = __float2half_rn(value);
-  else if (type == OutputType::kBFloat16) static_cast<__nv_bfloat16*>(out)[index] = __float2bfloat16_rn(value);
-  else static_cast<float*>(out)[index] = value;
+    if (type == OutputType::kFloat16)
+        static_cast<__half*>(out)[index] = __float2half_rn(value);
+    else if (type == OutputType::kBFloat16)
+        static_cast<__nv_bfloat16*>(out)[index] = __float2bfloat16_rn(value);
+    else
+        static_cast<float*>(out)[index] = value;
 }
 
 /// The launch geometry, computed once on the host.
 struct Geometry {
-  uint64_t strip_step;  // ceil(strips * 2^32 / owners): owner i starts at strip i * step >> 32, exactly floor(i * strips / owners)
-  int units;         // 64-wide units of K, the last may be half
-  int splits;        // blocks of a cluster, each with its own range of units; a power of two
-  int split_shift;   // log2(splits)
-  int strips_max;    // most strips any block owns
-  int phase_units;   // units of activations that fit in shared memory at once
-  int row_bytes;     // shared-memory row length of the activations
+    uint64_t strip_step;  // ceil(strips * 2^32 / owners): owner i starts at strip i * step >> 32, exactly floor(i *
+                          // strips / owners)
+    int units;            // 64-wide units of K, the last may be half
+    int splits;           // blocks of a cluster, each with its own range of units; a power of two
+    int split_shift;      // log2(splits)
+    int strips_max;       // most strips any block owns
+};
+
+/// Shared memory of a block, in bytes; the host asks for total(), the kernel lays it out in this order.
+template <class Weights, int TOKEN_TILES, int UNITS>
+struct SharedLayout {
+    static constexpr int kTokens = TOKEN_TILES * 8;
+    static constexpr int kRowBytes = Weights::kRowPad(UNITS * kUnit);
+    static constexpr int kTileBytes = kTokens * kRowBytes;  // a warp's activations: kTokens rows of one chunk
+    __host__ __device__ static constexpr int tiles(int warps) { return warps * kTileBytes; }
+    __host__ __device__ static constexpr int sums(int strips) { return strips * kTokens * kAccStride * 4; }
+    __host__ __device__ static constexpr int total(int warps, int strips) {
+        return tiles(warps) + sums(strips) + (2 * strips * 16 + kTokens) * 4;  // + channel scales, biases, token scales
+    }
 };
 
 /// Blocks `x / splits` own equal shares of the strips, `x % splits` equal shares of K; blockIdx.y is the token block.
+///
+/// A warp takes every WARPS-th chunk of K. It copies the chunk's activations to its own corner of shared memory, turns
+/// them into register fragments once, and streams the chunk's weights of all strips past them: no block-wide barrier
+/// until the end.
 template <class Weights, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProblem const p, Geometry const g) {
-  constexpr int kTokens = TOKEN_TILES * 8;
-  extern __shared__ __align__(128) int shared[];
-  int* const acc = shared;                                                    // [strips_max][kTokens][kAccStride]
-  char* const codes = reinterpret_cast<char*>(shared + g.strips_max * kTokens * kAccStride);
-  uint32_t const codes_address = uint32_t(__cvta_generic_to_shared(codes));
-  int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    using Layout = SharedLayout<Weights, TOKEN_TILES, UNITS>;
+    constexpr int kTokens = Layout::kTokens, kThreads = WARPS * 32;
+    extern __shared__ __align__(128) char shared[];
+    int* const acc = reinterpret_cast<int*>(shared + Layout::tiles(WARPS));  // [strips_max][kTokens][kAccStride]
+    float* const channel_scale = reinterpret_cast<float*>(shared + Layout::tiles(WARPS) + Layout::sums(g.strips_max));
+    float* const channel_bias = channel_scale + g.strips_max * 16;
+    float* const token_scale = channel_bias + g.strips_max * 16;
+    int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-  // Neighbouring blocks of the resident pair of an SM get neighbouring shares, so that rounding evens out per SM.
-  int const owners = gridDim.x >> g.split_shift;
-  int const rank = blockIdx.x & (g.splits - 1);
-  int owner = blockIdx.x >> g.split_shift;
-  if (g.splits == 1 && BLOCKS == 2 && owners % 2 == 0) {
-    int const half = owners / 2;
-    owner = owner < half ? 2 * owner : 2 * (owner - half) + 1;
-  }
-  int const strip_begin = int(owner * g.strip_step >> 32);
-  int const strip_count = int((owner + 1) * g.strip_step >> 32) - strip_begin;
-  int const unit_begin = rank * g.units >> g.split_shift;
-  int const unit_end = (rank + 1) * g.units >> g.split_shift;
-  int const token_begin = blockIdx.y * kTokens;
-  int const tokens = min(kTokens, p.m - token_begin);
-
-  uint32_t w[UNITS][Weights::kRegisters];
-  int strip = 0, chunk = 0;
-  auto place = [&](int chunks) { while (chunk >= chunks) { chunk -= chunks; ++strip; } };
-  char const* item;  // where this lane's next weights start
-  int item_atoms;    // how many of them exist: none past the last strip, fewer at the end of K
-  int item_row8;     // from a lane's first row to its second (int8 rows only)
-  auto aim = [&](int first_unit, int last_unit) {
-    bool const valid = strip < strip_count && first_unit < last_unit;
-    int const s = strip_begin + (valid ? strip : 0);
-    item = Weights::lane_pointer(p.weight, s, p.k, p.n, lane) + size_t(first_unit) * Weights::kUnitBytes;
-    item_atoms = valid ? min(2 * last_unit, p.k / 32) - 2 * first_unit : 0;
-    item_row8 = s * 16 + lane / 4 + 8 < p.n ? 8 * p.k : 0;
-  };
-
-  int phase_begin = unit_begin;
-  bool waited = false;
-  for (int i = threadIdx.x; i < g.strips_max * kTokens * kAccStride; i += WARPS * 32) acc[i] = 0;
-  do {
-    int const phase_end = min(phase_begin + g.phase_units, unit_end);
-    int const chunks = (phase_end - phase_begin + UNITS - 1) / UNITS;
-    strip = 0, chunk = warp;
-    place(chunks);
-    aim(phase_begin + chunk * UNITS, phase_end);
-#pragma unroll
-    for (int u = 0; u < UNITS; ++u) Weights::load(w[u], item, u, item_atoms, item_row8);  // ahead of the wait: weights are constant
-
-    if (!waited) {
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-      waited = true;
-    } else {
-      __syncthreads();  // everyone is done with the previous phase's activations
+    // Neighbouring blocks of the resident pair of an SM get neighbouring shares, so that rounding evens out per SM.
+    int const owners = gridDim.x >> g.split_shift;
+    int const rank = blockIdx.x & (g.splits - 1);
+    int owner = blockIdx.x >> g.split_shift;
+    if (g.splits == 1 && BLOCKS == 2 && owners % 2 == 0) {
+        int const half = owners / 2;
+        owner = owner < half ? 2 * owner : 2 * (owner - half) + 1;
     }
-    int const vectors = min((phase_end - phase_begin) * (kUnit / 16), p.k / 16 - phase_begin * (kUnit / 16));
-    char const* const source = static_cast<char const*>(p.codes) + size_t(token_begin) * p.k + size_t(phase_begin) * kUnit;
-    for (int row = 0, v = threadIdx.x;; v += WARPS * 32) {
-      while (v >= vectors && row < tokens) v -= vectors, ++row;
-      if (row >= tokens) break;
-      copy_16_bytes(codes_address + row * g.row_bytes + v * 16, source + size_t(row) * p.k + v * 16);
-    }
-    asm volatile("cp.async.commit_group;\ncp.async.wait_group 0;" ::: "memory");
-    __syncthreads();
+    int const strip_begin = int(owner * g.strip_step >> 32);
+    int const strip_count = int((owner + 1) * g.strip_step >> 32) - strip_begin;
+    int const unit_end = (rank + 1) * g.units >> g.split_shift;
+    int unit = (rank * g.units >> g.split_shift) + warp * UNITS;  // this warp's next chunk
+    int const token_begin = blockIdx.y * kTokens;
+    int const tokens = min(kTokens, p.m - token_begin);
 
-    uint32_t b_address[TOKEN_TILES];
+    uint32_t w[UNITS][Weights::kRegisters];
+    char const* item;  // where this lane's next weights start
+    int item_atoms;    // how many of them exist: none past the end, fewer in the last chunk
+    int item_row8;     // from a lane's first row to its second (int8 rows only)
+    auto aim = [&](int strip, int first_unit) {
+        bool const valid = first_unit < unit_end;
+        int const s = strip_begin + strip;
+        item = Weights::lane_pointer(p.weight, s, p.k, p.n, lane) + size_t(first_unit) * Weights::kUnitBytes;
+        item_atoms = valid ? min(2 * unit_end, p.k / 32) - 2 * first_unit : 0;
+        item_row8 = s * 16 + lane / 4 + 8 < p.n ? 8 * p.k : 0;
+    };
+    aim(0, unit);
 #pragma unroll
-    for (int t = 0; t < TOKEN_TILES; ++t) {  // tokens past the end read row 0; their sums are never stored
-      int const row = t * 8 + Weights::activation_row(lane);
-      b_address[t] = Weights::activation_address(codes_address, row < tokens ? row : 0, g.row_bytes, lane);
+    for (int u = 0; u < UNITS; ++u)
+        Weights::load(w[u], item, u, item_atoms, item_row8);  // ahead of the wait: weights are constant
+
+    int const width = strip_count * 16;
+    for (int i = threadIdx.x; i < g.strips_max * kTokens * kAccStride; i += kThreads) acc[i] = 0;
+    for (int i = threadIdx.x; i < width && strip_begin * 16 + i < p.n;
+         i += kThreads) {  // so that the epilogue need not wait for them
+        copy_4_bytes(channel_scale + i, p.weight_scale + strip_begin * 16 + i);
+        if (p.bias != nullptr) copy_4_bytes(channel_bias + i, p.bias + strip_begin * 16 + i);
     }
-    while (strip < strip_count) {
-      int const here = strip, k_offset = chunk * UNITS * kUnit;
-      chunk += WARPS;
-      place(chunks);
-      aim(phase_begin + chunk * UNITS, phase_end);
-      int c[TOKEN_TILES][4] = {};
+    __syncthreads();  // sums are zero
+
+    wait_for_previous_kernel();
+    let_next_kernel_start();
+    if (threadIdx.x < tokens) copy_4_bytes(token_scale + threadIdx.x, p.row_scale + token_begin + threadIdx.x);
+
+    uint32_t const tile = uint32_t(__cvta_generic_to_shared(shared)) + warp * Layout::kTileBytes;
+    char const* const codes = static_cast<char const*>(p.codes) + size_t(token_begin) * p.k;
+    auto fetch = [&](int first_unit) {  // the chunk's activations, 16 bytes a lane
+        constexpr int kVectors = UNITS * kUnit / 16, kRows = 32 / kVectors;
+        int const vector = lane % kVectors, column = first_unit * kUnit + vector * 16;
 #pragma unroll
-      for (int u = 0; u < UNITS; ++u) {
-        uint32_t a[2][4];
-        Weights::fragment(a[0], w[u], 0);
-        Weights::fragment(a[1], w[u], 1);
-        Weights::load(w[u], item, u, item_atoms, item_row8);
+        for (int row = lane / kVectors; row < kTokens; row += kRows)
+            if (row < tokens && column < p.k)
+                copy_16_bytes_l1(tile + row * Layout::kRowBytes + vector * 16, codes + size_t(row) * p.k + column);
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    };
+    if (unit < unit_end) fetch(unit);
+    while (unit < unit_end) {
+        uint32_t b[TOKEN_TILES][UNITS][4];
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        __syncwarp();
 #pragma unroll
-        for (int t = 0; t < TOKEN_TILES; ++t) {
-          uint32_t b[4];
-          Weights::activations(b, b_address[t] + k_offset + u * kUnit);
-          mma(c[t], a[0], b[0], b[1]);
-          mma(c[t], a[1], b[2], b[3]);
+        for (int t = 0; t < TOKEN_TILES; ++t) {  // tokens past the end read row 0; their sums are never stored
+            int const row = t * 8 + Weights::activation_row(lane);
+            uint32_t const address = Weights::activation_address(tile, row < tokens ? row : 0, Layout::kRowBytes, lane);
+#pragma unroll
+            for (int u = 0; u < UNITS; ++u) Weights::activations(b[t][u], address + u * kUnit);
         }
-      }
-      int* const sum = acc + here * kTokens * kAccStride + (lane % 4) * 2 * kAccStride + lane / 4;
-#pragma unroll
-      for (int t = 0; t < TOKEN_TILES; ++t) {  // integers: the order of these adds cannot change the result
-        atomicAdd(sum + t * 8 * kAccStride, c[t][0]);
-        atomicAdd(sum + (t * 8 + 1) * kAccStride, c[t][1]);
-        atomicAdd(sum + t * 8 * kAccStride + 8, c[t][2]);
-        atomicAdd(sum + (t * 8 + 1) * kAccStride + 8, c[t][3]);
-      }
-    }
-    phase_begin = phase_end;
-  } while (phase_begin < unit_end);
+        __syncwarp();
+        int const next_unit = unit + WARPS * UNITS;
+        if (next_unit < unit_end) fetch(next_unit);  // the copies land while this chunk is multiplied
 
-  __syncthreads();
-  if (g.splits > 1) cluster_barrier();
-  uint32_t const acc_address = uint32_t(__cvta_generic_to_shared(acc));
-  int const width = strip_count * 16;
-  for (int i = rank * WARPS * 32 + threadIdx.x; i < width * tokens; i += WARPS * 32 * g.splits) {
-    int const token = i / width, row = i % width;
-    int const n = strip_begin * 16 + row;
-    int const slot = ((row / 16) * kTokens + token) * kAccStride + row % 16;
-    int sum = 0;
-    if (g.splits == 1) sum = acc[slot];
-    else {
+        for (int strip = 0; strip < strip_count; ++strip) {
+            if (strip + 1 < strip_count)
+                aim(strip + 1, unit);
+            else
+                aim(0, next_unit);
+            int c[TOKEN_TILES][4] = {};
 #pragma unroll
-      for (int r = 0; r < 8; ++r)
-        if (r < g.splits) sum += load_cluster(acc_address + slot * 4, r);
+            for (int u = 0; u < UNITS; ++u) {
+                uint32_t a[2][4];
+                Weights::fragment(a[0], w[u], 0);
+                Weights::fragment(a[1], w[u], 1);
+                Weights::load(w[u], item, u, item_atoms, item_row8);
+#pragma unroll
+                for (int t = 0; t < TOKEN_TILES; ++t) {
+                    mma(c[t], a[0], b[t][u][0], b[t][u][1]);
+                    mma(c[t], a[1], b[t][u][2], b[t][u][3]);
+                }
+            }
+            int* const sum = acc + strip * kTokens * kAccStride + (lane % 4) * 2 * kAccStride + lane / 4;
+#pragma unroll
+            for (int t = 0; t < TOKEN_TILES; ++t) {  // integers: the order of these adds cannot change the result
+                if (t * 8 >= tokens) break;
+                atomicAdd(sum + t * 8 * kAccStride, c[t][0]);
+                atomicAdd(sum + (t * 8 + 1) * kAccStride, c[t][1]);
+                atomicAdd(sum + t * 8 * kAccStride + 8, c[t][2]);
+                atomicAdd(sum + (t * 8 + 1) * kAccStride + 8, c[t][3]);
+            }
+        }
+        unit = next_unit;
     }
-    if (n < p.n) {
-      float value = __fmul_rn(__fmul_rn(__fmul_rn(float(sum), Weights::kMultiplier), p.row_scale[token_begin + token]), p.weight_scale[n]);
-      if (p.bias != nullptr) value = __fadd_rn(value, p.bias[n]);
-      store(p.out, size_t(token_begin + token) * p.ldd + n, value, p.type);
+
+    asm volatile("cp.async.wait_all;" ::: "memory");
+    __syncthreads();
+    if (g.splits > 1) cluster_barrier();
+    uint32_t const acc_address = uint32_t(__cvta_generic_to_shared(acc));
+    for (int i = rank * kThreads + threadIdx.x; i < width * tokens; i += kThreads * g.splits) {
+        int const token = i / width, row = i - token * width;
+        int const n = strip_begin * 16 + row;
+        int const slot = ((row / 16) * kTokens + token) * kAccStride + row % 16;
+        int sum = 0;
+        if (g.splits == 1)
+            sum = acc[slot];
+        else {
+#pragma unroll
+            for (int r = 0; r < 8; ++r)
+                if (r < g.splits) sum += load_cluster(acc_address + slot * 4, r);
+        }
+        if (n < p.n) {
+            float value = __fmul_rn(__fmul_rn(__fmul_rn(float(sum), Weights::kMultiplier), token_scale[token]),
+                                    channel_scale[row]);
+            if (p.bias != nullptr) value = __fadd_rn(value, channel_bias[row]);
+            store(p.out, size_t(token_begin + token) * p.ldd + n, value, p.type);
+        }
     }
-  }
-  if (g.splits > 1) cluster_barrier();  // nobody leaves while others read its sums
+    if (g.splits > 1) cluster_barrier();  // nobody leaves while others read its sums
 }
 
 }  // namespace quarot::skinny

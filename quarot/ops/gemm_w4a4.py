@@ -17,6 +17,8 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from quarot.ops import gemm_launch
+from quarot.ops.int4_rows import int4_rows
 from quarot.ops.integer_matmul import scaled_integer_matmul
 from quarot.ops.registry import define_op
 from quarot.quantization.packing import unpack_int4_tiles, unpack_nibbles
@@ -87,11 +89,60 @@ def _check(
         )
 
 
+def cuda(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    packed_activations: bool = False,
+) -> torch.Tensor:
+    """Launches ``csrc/gemm``.
+
+    The tiles feed the int8 tensor cores. Packed activations go to the INT4 ones (with row-major weights) where the GPU
+    has them, else they are unpacked first.
+    """
+    _check(codes, row_scale, qweight, weight_scale, packed_activations)
+    weight = qweight
+    if packed_activations:
+        int4_cores = torch.cuda.get_device_capability(codes.device) < (9, 0)
+        if int4_cores and weight_scale.ndim == 1 and out_dtype != torch.float32:
+            weight = int4_rows(qweight)
+        else:
+            codes, packed_activations = unpack_nibbles(codes), False
+    return gemm_launch.launch(
+        codes,
+        row_scale,
+        weight,
+        weight_scale,
+        bias,
+        out_dtype,
+        weight_format=gemm_launch.INT4_TILES,
+        packed=packed_activations,
+    )
+
+
+def available(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    packed_activations: bool = False,
+) -> str | None:
+    """Why the kernels cannot serve these arguments, or None."""
+    return gemm_launch.unavailable(codes, weight_scale, qweight.shape[1] * 32, out_dtype)
+
+
 gemm_w4a4 = define_op(
     "gemm_w4a4",
     "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype,"
     " bool packed_activations=False) -> Tensor",
     reference=reference,
     fake=fake,
+    cuda=cuda,
+    available=available,
 )
 """``(codes, row_scale [M], qweight, weight_scale [N] | [N, G], bias, out_dtype, packed=False) -> [M, N]``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from quarot.ops import gemm_launch
 from quarot.ops.integer_matmul import scaled_integer_matmul
 from quarot.ops.registry import define_op
 
@@ -50,11 +51,42 @@ def _check(codes: torch.Tensor, row_scale: torch.Tensor, qweight: torch.Tensor, 
         )
 
 
+def cuda(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    """Launches ``csrc/gemm``."""
+    _check(codes, row_scale, qweight, weight_scale)
+    return gemm_launch.launch(
+        codes, row_scale, qweight.contiguous(), weight_scale, bias, out_dtype, weight_format=gemm_launch.INT8_ROWS
+    )
+
+
+def available(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> str | None:
+    """Why the kernels cannot serve these arguments, or None."""
+    if qweight.shape[1] % 32 or qweight.data_ptr() % 16:
+        return f"int8 rows of {qweight.shape[1]} bytes at {qweight.data_ptr():#x} are not padded to 32, or unaligned"
+    return gemm_launch.unavailable(codes, weight_scale, qweight.shape[1], out_dtype)
+
+
 gemm_w8a8 = define_op(
     "gemm_w8a8",
     "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
     reference=reference,
     fake=fake,
+    cuda=cuda,
+    available=available,
 )
 """``(codes [M, Kp], row_scale [M], qweight [N, Kp], weight_scale [N] | [N, G], bias, out_dtype) -> [M, N]``."""

@@ -1,7 +1,7 @@
 // The Hopper GEMM instantiations, one source file each. Names: weight rows x tokens of the tile (K tile 128), schedule.
 #pragma once
 
-#include "gemm/sm90/launch.h"
+#include "gemm/sm90/problem.h"
 
 namespace quarot::sm90 {
 
@@ -9,8 +9,6 @@ cudaError_t w4a8_128x256(GemmProblem const& p);
 cudaError_t w4a8_256x128(GemmProblem const& p);
 cudaError_t w4a8_128x128_pingpong(GemmProblem const& p);
 cudaError_t w4a8_128x64(GemmProblem const& p);
-cudaError_t w4a8_128x64_stream_k(GemmProblem const& p);
-std::size_t w4a8_128x64_stream_k_workspace(GemmProblem const& p);
 
 cudaError_t w8a8_128x256(GemmProblem const& p);
 cudaError_t w8a8_128x128_pingpong(GemmProblem const& p);

@@ -1,10 +1,7 @@
-// What the Hopper GEMM sources share: the problem description and the CUTLASS argument plumbing.
+// What the Hopper CUTLASS sources share: argument plumbing and the launch.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstddef>
-#include <cstdint>
+#include "gemm/sm90/problem.h"
 
 #include "cute/tensor.hpp"
 #include "cutlass/cutlass.h"
@@ -17,66 +14,48 @@ constexpr bool kEarlyLaunch = false;
 constexpr bool kEarlyLaunch = true;
 #endif
 
-/// One GEMM call. Pointers are device pointers; `k` is the padded width (row length of `codes`), `ldd` the row length of `out`.
-struct GemmProblem {
-  void const* codes;         ///< int8 [m, k]
-  float const* row_scale;    ///< float32 [m]
-  void const* weight;        ///< packed int4 tiles, or int8 [n, k]
-  float const* weight_scale; ///< float32 [n]
-  float const* bias;         ///< float32 [n] or null
-  void* out;                 ///< 16-bit [m, ldd]
-  int m;
-  int n;
-  int k;
-  int ldd;
-  bool bf16;
-  void* workspace;
-  std::size_t workspace_bytes;
-  int sm_count;
-  cudaStream_t stream;
-};
-
 /// Fills the visitor arguments in tree order: accumulator, token scale, channel scale, bias, then the node itself.
 template <class EpilogueArguments>
 void set_epilogue(EpilogueArguments& epilogue, GemmProblem const& p, float acc_multiplier) {
-  using StrideD = decltype(epilogue.dD);
-  epilogue.thread = {{}, {p.row_scale}, {p.weight_scale}, {p.bias, -0.0f}, {acc_multiplier, p.bf16}};  // x + -0.0f == x, bit for bit
-  epilogue.ptr_C = nullptr;
-  epilogue.ptr_D = static_cast<decltype(epilogue.ptr_D)>(p.out);
-  epilogue.dD = StrideD{};
-  cute::get<1>(epilogue.dD) = p.ldd;
-  epilogue.dC = epilogue.dD;
+    using StrideD = decltype(epilogue.dD);
+    epilogue.thread = {
+        {}, {p.row_scale}, {p.weight_scale}, {p.bias, -0.0f}, {acc_multiplier, p.bf16}};  // x + -0.0f == x, bit for bit
+    epilogue.ptr_C = nullptr;
+    epilogue.ptr_D = static_cast<decltype(epilogue.ptr_D)>(p.out);
+    epilogue.dD = StrideD{};
+    cute::get<1>(epilogue.dD) = p.ldd;
+    epilogue.dC = epilogue.dD;
 }
 
-/// Persistent schedule: eight token tiles share a weight tile in L2 where there are enough of them (measured: +25 % at 16k tokens).
+/// Persistent schedule: eight token tiles share a weight tile in L2 where there are enough of them (measured: +25 % at
+/// 16k tokens).
 template <class Arguments>
 void set_scheduler(Arguments& args, GemmProblem const& p) {
-  args.scheduler.max_swizzle_size = 8;
-  args.hw_info.device_id = 0;
-  args.hw_info.sm_count = p.sm_count;
+    args.scheduler.max_swizzle_size = 8;
+    args.hw_info.device_id = 0;
+    args.hw_info.sm_count = p.sm_count;
 }
 
 /// Runs one instantiation. Every error comes back as a cudaError_t; nothing is allocated and nothing synchronises.
 template <class Config>
 cudaError_t launch(GemmProblem const& p) {
-  typename Config::Gemm gemm;
-  auto const args = Config::arguments(p);
-  if (Config::Gemm::can_implement(args) != cutlass::Status::kSuccess) return cudaErrorInvalidValue;
-  if (Config::Gemm::get_workspace_size(args) > p.workspace_bytes) return cudaErrorMemoryAllocation;
-  if (gemm.initialize(args, p.workspace, p.stream) != cutlass::Status::kSuccess) {
-    cudaError_t const error = cudaGetLastError();
-    return error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
-  }
-  if (gemm.run(p.stream, nullptr, /*launch_with_pdl=*/kEarlyLaunch) != cutlass::Status::kSuccess) {
-    cudaError_t const error = cudaGetLastError();
-    return error != cudaSuccess ? error : cudaErrorLaunchFailure;
-  }
-  return cudaSuccess;
+    typename Config::Gemm gemm;
+    auto const args = Config::arguments(p);
+    if (Config::Gemm::get_workspace_size(args) > p.workspace_bytes) return cudaErrorMemoryAllocation;
+    if (gemm.initialize(args, p.workspace, p.stream) != cutlass::Status::kSuccess) {
+        cudaError_t const error = cudaGetLastError();
+        return error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
+    }
+    if (gemm.run(p.stream, nullptr, /*launch_with_pdl=*/kEarlyLaunch) != cutlass::Status::kSuccess) {
+        cudaError_t const error = cudaGetLastError();
+        return error != cudaSuccess ? error : cudaErrorLaunchFailure;
+    }
+    return cudaSuccess;
 }
 
 template <class Config>
 std::size_t workspace_bytes(GemmProblem const& p) {
-  return Config::Gemm::get_workspace_size(Config::arguments(p));
+    return Config::Gemm::get_workspace_size(Config::arguments(p));
 }
 
 }  // namespace quarot::sm90

@@ -1,4 +1,5 @@
-// 128 channels x 128 tokens, two consumer warpgroups on alternate tiles: 129-512 tokens, where wide tiles leave SMs idle.
+// 128 channels x 128 tokens, two consumer warpgroups on alternate tiles: 129-512 tokens, where wide tiles leave SMs
+// idle.
 #include "gemm/sm90/kernels.h"
 #include "gemm/sm90/w4a8_rs.h"
 
@@ -8,6 +9,8 @@ using Config = W4A8<cute::Shape<cute::_128, cute::_128, cute::_128>, cutlass::ge
                     cutlass::epilogue::TmaWarpSpecialized>;
 }
 
-cudaError_t w4a8_128x128_pingpong(GemmProblem const& p) { return launch<Config>(p); }
+cudaError_t w4a8_128x128_pingpong(GemmProblem const& p) {
+    return launch<Config>(p);
+}
 
 }  // namespace quarot::sm90

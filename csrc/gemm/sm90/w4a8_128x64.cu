@@ -8,6 +8,8 @@ using Config = W4A8<cute::Shape<cute::_128, cute::_64, cute::_128>, cutlass::gem
                     cutlass::epilogue::TmaWarpSpecializedCooperative>;
 }
 
-cudaError_t w4a8_128x64(GemmProblem const& p) { return launch<Config>(p); }
+cudaError_t w4a8_128x64(GemmProblem const& p) {
+    return launch<Config>(p);
+}
 
 }  // namespace quarot::sm90

@@ -1,7 +1,7 @@
-// 128 channels x 64 tokens with Stream-K: fewer tiles than SMs and a long K. Integer partial sums, so the order cannot matter.
-// CUTLASS 4.2 does not compile Stream-K with its early-launch support.
+// 128 channels x 64 tokens with Stream-K: fewer tiles than SMs and a long K. Integer partial sums, so the order cannot
+// matter. CUTLASS 4.2 does not compile Stream-K with its early-launch support.
 #define QUAROT_NO_EARLY_LAUNCH
-#include "gemm/sm90/kernels.h"
+#include "gemm/sm90/stream_k.h"
 #include "gemm/sm90/w4a8_rs.h"
 
 namespace quarot::sm90 {
@@ -10,8 +10,12 @@ using Config = W4A8<cute::Shape<cute::_128, cute::_64, cute::_128>, cutlass::gem
                     cutlass::epilogue::TmaWarpSpecializedCooperative, cutlass::gemm::StreamKScheduler>;
 }
 
-cudaError_t w4a8_128x64_stream_k(GemmProblem const& p) { return launch<Config>(p); }
+cudaError_t w4a8_128x64_stream_k(GemmProblem const& p) {
+    return launch<Config>(p);
+}
 
-std::size_t w4a8_128x64_stream_k_workspace(GemmProblem const& p) { return workspace_bytes<Config>(p); }
+std::size_t w4a8_128x64_stream_k_workspace(GemmProblem const& p) {
+    return workspace_bytes<Config>(p);
+}
 
 }  // namespace quarot::sm90

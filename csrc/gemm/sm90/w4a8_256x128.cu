@@ -8,6 +8,8 @@ using Config = W4A8<cute::Shape<cute::_256, cute::_128, cute::_128>, cutlass::ge
                     cutlass::epilogue::TmaWarpSpecializedCooperative>;
 }
 
-cudaError_t w4a8_256x128(GemmProblem const& p) { return launch<Config>(p); }
+cudaError_t w4a8_256x128(GemmProblem const& p) {
+    return launch<Config>(p);
+}
 
 }  // namespace quarot::sm90

@@ -1,14 +1,15 @@
 // Hopper GEMM: packed int4 weights (register operand of wgmma) x int8 activations -> int32 -> scales -> 16-bit output.
 //
-// CUTLASS computes out^T[N, M] = W[N, K] X[M, K]^T, so weights are the "A" operand and tokens the "N" extent: the number of
-// tokens needs neither padding nor alignment. One source file instantiates one tile (each takes minutes to compile).
+// CUTLASS computes out^T[N, M] = W[N, K] X[M, K]^T, so weights are the "A" operand and tokens the "N" extent: the
+// number of tokens needs neither padding nor alignment. One source file instantiates one tile (each takes minutes to
+// compile).
 #pragma once
 
 #ifndef QUAROT_NO_EARLY_LAUNCH
 #define CUTLASS_ENABLE_GDC_FOR_SM90 1  // griddepcontrol.wait inside the kernel, so that it may be launched early (PDL)
 #endif
 
-#include "gemm/sm90/dequant_epilogue.h"
+#include "gemm/dequant_epilogue.h"
 #include "gemm/sm90/launch.h"
 #include "gemm/sm90/nibble_convert.h"
 
@@ -22,54 +23,56 @@
 
 namespace quarot::sm90 {
 
-template <class TileShape, class KernelSchedule, class EpilogueSchedule, class Scheduler = cutlass::gemm::PersistentScheduler>
+template <class TileShape, class KernelSchedule, class EpilogueSchedule,
+          class Scheduler = cutlass::gemm::PersistentScheduler>
 struct W4A8 {
-  using ElementWeight = cutlass::int4b_t;
-  using ElementActivation = int8_t;
-  using Element16 = cutlass::half_t;  // a 16-bit container: see Dequant16
-  using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
+    using ElementWeight = cutlass::int4b_t;
+    using ElementActivation = int8_t;
+    using Element16 = cutlass::half_t;  // a 16-bit container: see Dequant16
+    using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
 
-  // K-first: the atoms of one 16-row strip lie next to each other, so that the decode kernel streams contiguous bytes.
-  using LayoutWeight = decltype(cute::tile_to_shape(WeightAtom{}, cute::make_shape(int(0), int(0), int(0)),
-                                                    cute::Step<cute::_2, cute::_1, cute::_3>{}));
+    // K-first: the atoms of one 16-row strip lie next to each other, so that the decode kernel streams contiguous
+    // bytes.
+    using LayoutWeight = decltype(cute::tile_to_shape(WeightAtom{}, cute::make_shape(int(0), int(0), int(0)),
+                                                      cute::Step<cute::_2, cute::_1, cute::_3>{}));
 
-  using TokenScale = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float, float,
-                                                                 cute::Stride<cute::_0, cute::_1, cute::_0>, 1>;
-  using ChannelScale = cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, float, float,
-                                                                   cute::Stride<cute::_1, cute::_0, cute::_0>, 1>;
-  using Fusion = cutlass::epilogue::fusion::Sm90EVT<
-      cutlass::epilogue::fusion::Sm90Compute<Dequant16, Element16, float, cutlass::FloatRoundStyle::round_to_nearest>,
-      cutlass::epilogue::fusion::Sm90AccFetch, TokenScale, ChannelScale, ChannelScale>;
+    using TokenScale = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float, float,
+                                                                   cute::Stride<cute::_0, cute::_1, cute::_0>, 1>;
+    using ChannelScale = cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, float, float,
+                                                                     cute::Stride<cute::_1, cute::_0, cute::_0>, 1>;
+    using Fusion = cutlass::epilogue::fusion::Sm90EVT<
+        cutlass::epilogue::fusion::Sm90Compute<Dequant16, Element16, float, cutlass::FloatRoundStyle::round_to_nearest>,
+        cutlass::epilogue::fusion::Sm90AccFetch, TokenScale, ChannelScale, ChannelScale>;
 
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void, cutlass::layout::ColumnMajor, 8, Element16,
-      cutlass::layout::ColumnMajor, 8, EpilogueSchedule, Fusion>::CollectiveOp;
+    using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
+        cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void, cutlass::layout::ColumnMajor, 8,
+        Element16, cutlass::layout::ColumnMajor, 8, EpilogueSchedule, Fusion>::CollectiveOp;
 
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementWeight, LayoutWeight, 32, ElementActivation,
-      cutlass::layout::ColumnMajor, 16, int32_t, TileShape, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      KernelSchedule>::CollectiveOp;
+    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementWeight, LayoutWeight, 32, ElementActivation,
+        cutlass::layout::ColumnMajor, 16, int32_t, TileShape, ClusterShape,
+        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+        KernelSchedule>::CollectiveOp;
 
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
-  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
+    using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static typename Gemm::Arguments arguments(GemmProblem const& p) {
-    auto const padded_n = (p.n + 15) / 16 * 16;
-    auto weight_layout = cute::tile_to_shape(WeightAtom{}, cute::make_shape(padded_n, p.k, 1),
-                                             cute::Step<cute::_2, cute::_1, cute::_3>{});
-    typename Gemm::Arguments args{};
-    args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-    args.problem_shape = cute::make_shape(p.n, p.m, p.k, 1);
-    args.mainloop.ptr_A = static_cast<ElementWeight const*>(p.weight);
-    args.mainloop.dA = weight_layout;
-    args.mainloop.ptr_B = static_cast<ElementActivation const*>(p.codes);
-    args.mainloop.dB = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
-    set_epilogue(args.epilogue, p, 0.0625f);
-    set_scheduler(args, p);
-    return args;
-  }
+    static typename Gemm::Arguments arguments(GemmProblem const& p) {
+        auto const padded_n = (p.n + 15) / 16 * 16;
+        auto weight_layout = cute::tile_to_shape(WeightAtom{}, cute::make_shape(padded_n, p.k, 1),
+                                                 cute::Step<cute::_2, cute::_1, cute::_3>{});
+        typename Gemm::Arguments args{};
+        args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+        args.problem_shape = cute::make_shape(p.n, p.m, p.k, 1);
+        args.mainloop.ptr_A = static_cast<ElementWeight const*>(p.weight);
+        args.mainloop.dA = weight_layout;
+        args.mainloop.ptr_B = static_cast<ElementActivation const*>(p.codes);
+        args.mainloop.dB = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
+        set_epilogue(args.epilogue, p, 0.0625f);
+        set_scheduler(args, p);
+        return args;
+    }
 };
 
 }  // namespace quarot::sm90

@@ -8,6 +8,8 @@ using Config = W8A8<cute::Shape<cute::_128, cute::_128, cute::_128>, cutlass::ge
                     cutlass::epilogue::TmaWarpSpecialized>;
 }
 
-cudaError_t w8a8_128x128_pingpong(GemmProblem const& p) { return launch<Config>(p); }
+cudaError_t w8a8_128x128_pingpong(GemmProblem const& p) {
+    return launch<Config>(p);
+}
 
 }  // namespace quarot::sm90

@@ -1,10 +1,10 @@
-// Hopper GEMM: int8 weights x int8 activations, both through shared memory (wgmma SS) -> int32 -> scales -> 16-bit output.
-// Same orientation and epilogue as w4a8_rs.h: out^T[N, M] = W[N, K] X[M, K]^T.
+// Hopper GEMM: int8 weights x int8 activations, both through shared memory (wgmma SS) -> int32 -> scales -> 16-bit
+// output. Same orientation and epilogue as w4a8_rs.h: out^T[N, M] = W[N, K] X[M, K]^T.
 #pragma once
 
 #define CUTLASS_ENABLE_GDC_FOR_SM90 1  // griddepcontrol.wait inside the kernel, so that it may be launched early (PDL)
 
-#include "gemm/sm90/dequant_epilogue.h"
+#include "gemm/dequant_epilogue.h"
 #include "gemm/sm90/launch.h"
 
 #include "cute/tensor.hpp"
@@ -19,40 +19,40 @@ namespace quarot::sm90 {
 
 template <class TileShape, class KernelSchedule, class EpilogueSchedule>
 struct W8A8 {
-  using Element16 = cutlass::half_t;  // a 16-bit container: see Dequant16
-  using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
-  using TokenScale = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float, float,
-                                                                 cute::Stride<cute::_0, cute::_1, cute::_0>, 1>;
-  using ChannelScale = cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, float, float,
-                                                                   cute::Stride<cute::_1, cute::_0, cute::_0>, 1>;
-  using Fusion = cutlass::epilogue::fusion::Sm90EVT<
-      cutlass::epilogue::fusion::Sm90Compute<Dequant16, Element16, float, cutlass::FloatRoundStyle::round_to_nearest>,
-      cutlass::epilogue::fusion::Sm90AccFetch, TokenScale, ChannelScale, ChannelScale>;
+    using Element16 = cutlass::half_t;  // a 16-bit container: see Dequant16
+    using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
+    using TokenScale = cutlass::epilogue::fusion::Sm90RowBroadcast<0, TileShape, float, float,
+                                                                   cute::Stride<cute::_0, cute::_1, cute::_0>, 1>;
+    using ChannelScale = cutlass::epilogue::fusion::Sm90ColBroadcast<0, TileShape, float, float,
+                                                                     cute::Stride<cute::_1, cute::_0, cute::_0>, 1>;
+    using Fusion = cutlass::epilogue::fusion::Sm90EVT<
+        cutlass::epilogue::fusion::Sm90Compute<Dequant16, Element16, float, cutlass::FloatRoundStyle::round_to_nearest>,
+        cutlass::epilogue::fusion::Sm90AccFetch, TokenScale, ChannelScale, ChannelScale>;
 
-  using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
-      cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void, cutlass::layout::ColumnMajor, 8, Element16,
-      cutlass::layout::ColumnMajor, 8, EpilogueSchedule, Fusion>::CollectiveOp;
-  using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
-      cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, int8_t, cutlass::layout::RowMajor, 16, int8_t,
-      cutlass::layout::ColumnMajor, 16, int32_t, TileShape, ClusterShape,
-      cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-      KernelSchedule>::CollectiveOp;
-  using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
-  using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
+    using Epilogue = typename cutlass::epilogue::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
+        cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void, cutlass::layout::ColumnMajor, 8,
+        Element16, cutlass::layout::ColumnMajor, 8, EpilogueSchedule, Fusion>::CollectiveOp;
+    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+        cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, int8_t, cutlass::layout::RowMajor, 16, int8_t,
+        cutlass::layout::ColumnMajor, 16, int32_t, TileShape, ClusterShape,
+        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+        KernelSchedule>::CollectiveOp;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
+    using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
-  static typename Gemm::Arguments arguments(GemmProblem const& p) {
-    typename Gemm::Arguments args{};
-    args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
-    args.problem_shape = cute::make_shape(p.n, p.m, p.k, 1);
-    args.mainloop.ptr_A = static_cast<int8_t const*>(p.weight);
-    args.mainloop.dA = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
-    args.mainloop.ptr_B = static_cast<int8_t const*>(p.codes);
-    args.mainloop.dB = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
-    set_epilogue(args.epilogue, p, 1.0f);
-    set_scheduler(args, p);
-    return args;
-  }
+    static typename Gemm::Arguments arguments(GemmProblem const& p) {
+        typename Gemm::Arguments args{};
+        args.mode = cutlass::gemm::GemmUniversalMode::kGemm;
+        args.problem_shape = cute::make_shape(p.n, p.m, p.k, 1);
+        args.mainloop.ptr_A = static_cast<int8_t const*>(p.weight);
+        args.mainloop.dA = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
+        args.mainloop.ptr_B = static_cast<int8_t const*>(p.codes);
+        args.mainloop.dB = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
+        set_epilogue(args.epilogue, p, 1.0f);
+        set_scheduler(args, p);
+        return args;
+    }
 };
 
 }  // namespace quarot::sm90

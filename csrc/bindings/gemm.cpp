@@ -1,0 +1,87 @@
+// Binds csrc/gemm: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <vector>
+
+#include "gemm/gemm.h"
+
+namespace quarot {
+namespace {
+
+template <typename T = void>
+T* pointer(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+// Kernel and its parameters as Python sees them: [kernel, a, b, c, d]; empty means "choose by size".
+using Tactic = std::vector<int>;
+
+GemmChoice resolve(const GemmCall& call, const Tactic& tactic) {
+    if (tactic.empty()) return gemm_choice(call);
+    if (tactic.size() != 5)
+        throw std::invalid_argument("gemm: a tactic is [kernel, a, b, c, d] (csrc/gemm/dispatch.h) or empty");
+    return {static_cast<GemmKernel>(tactic[0]), tactic[1], tactic[2], tactic[3], tactic[4]};
+}
+
+GemmCall sized(int m, int n, int k, int groups, int out_type, int weight_format, bool packed) {
+    GemmCall call{};
+    call.problem.m = m;
+    call.problem.n = n;
+    call.problem.k = k;
+    call.problem.ldd = n;
+    call.problem.groups = groups;
+    call.problem.type = static_cast<OutputType>(out_type);
+    call.problem.format = static_cast<WeightFormat>(weight_format);
+    call.packed_activations = packed;
+    return call;
+}
+
+}  // namespace
+
+void bind_gemm(pybind11::module_& m) {
+    namespace py = pybind11;
+    m.def(
+        "gemm",
+        [](std::uintptr_t codes, std::uintptr_t row_scale, std::uintptr_t weight, std::uintptr_t weight_scale,
+           std::uintptr_t bias, std::uintptr_t out, int rows, int n, int k, int ldd, int groups, int out_type,
+           int weight_format, bool packed, std::uintptr_t workspace, std::size_t workspace_bytes, const Tactic& tactic,
+           std::uintptr_t stream) {
+            GemmCall call{{pointer(codes), pointer<float>(row_scale), pointer(weight), pointer<float>(weight_scale),
+                           pointer<float>(bias), pointer(out), rows, n, k, ldd, groups, groups > 0 ? k / groups : 0,
+                           static_cast<OutputType>(out_type), static_cast<WeightFormat>(weight_format),
+                           pointer<CUstream_st>(stream)},
+                          packed,
+                          pointer(workspace),
+                          workspace_bytes};
+            cudaError_t const status = gemm(call, resolve(call, tactic));
+            if (status == cudaSuccess) return;
+            throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status) +
+                                     " (m=" + std::to_string(rows) + ", n=" + std::to_string(n) +
+                                     ", k=" + std::to_string(k) + ", groups=" + std::to_string(groups) + ")");
+        },
+        py::arg("codes"), py::arg("row_scale"), py::arg("weight"), py::arg("weight_scale"), py::arg("bias"),
+        py::arg("out"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"),
+        py::arg("out_type"), py::arg("weight_format"), py::arg("packed"), py::arg("workspace"),
+        py::arg("workspace_bytes"), py::arg("tactic"), py::arg("stream"),
+        "Integer GEMM; see csrc/gemm/gemm.h. weight_format: 0 int4 tiles, 1 int8 rows (row-major int4 if packed).");
+    m.def(
+        "gemm_choice",
+        [](int rows, int n, int k, int groups, int out_type, int weight_format, bool packed) {
+            GemmChoice const c = gemm_choice(sized(rows, n, k, groups, out_type, weight_format, packed));
+            return Tactic{static_cast<int>(c.kernel), c.a, c.b, c.c, c.d};
+        },
+        py::arg("m"), py::arg("n"), py::arg("k"), py::arg("groups"), py::arg("out_type"), py::arg("weight_format"),
+        py::arg("packed"),
+        "The tactic [kernel, a, b, c, d] that gemm() takes by itself for this size on the current device.");
+    m.def(
+        "gemm_workspace_bytes",
+        [](int rows, int n, int k, int weight_format, bool packed, const Tactic& tactic) {
+            GemmCall const call = sized(rows, n, k, 0, 0, weight_format, packed);
+            return gemm_workspace_bytes(call, resolve(call, tactic));
+        },
+        py::arg("m"), py::arg("n"), py::arg("k"), py::arg("weight_format"), py::arg("packed"), py::arg("tactic"));
+}
+
+}  // namespace quarot

@@ -1,0 +1,38 @@
+// Which kernel serves which size, in one place. The numbers behind the choices are in NOTES.md, "Dispatch".
+#pragma once
+
+namespace quarot {
+
+enum class GemmKernel : int {
+    kSkinny = 0,    ///< mma.sync, any architecture; a = tokens a pass, b = warps, c = blocks an SM, d = cluster
+    kSplitK = 1,    ///< sm_90a wgmma, K over a cluster; a = tokens a pass, b = warpgroups, d = cluster
+    kWide = 2,      ///< sm_90a CUTLASS; a = channels, b = tokens of the tile
+    kGrouped = 3,   ///< mma.sync with one scale a group
+    kInt4Cores = 4  ///< sm_80/86/89 INT4 tensor cores on packed activations; a = tokens, b = channels of the tile
+};
+
+struct GemmChoice {
+    GemmKernel kernel;
+    int a = 0;
+    int b = 0;
+    int c = 0;
+    int d = 1;
+};
+
+/// What the choice depends on.
+struct GemmSize {
+    int m;
+    int n;
+    int k;
+    bool int4_weight;         ///< int4 tiles, else int8 rows
+    bool grouped;             ///< weight scale per group
+    bool packed_activations;  ///< int4 activations, two a byte
+    bool float32_out;
+    bool vector_rows;  ///< the output's rows are multiples of 8 elements
+    int capability;    ///< 10 * major + minor
+    int sm_count;
+};
+
+GemmChoice choose_gemm(GemmSize const& size);
+
+}  // namespace quarot

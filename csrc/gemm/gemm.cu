@@ -1,0 +1,108 @@
+// Routes a call to its kernel.
+#include "gemm/gemm.h"
+
+#include "gemm/skinny_formats.h"
+#include "gemm/skinny_launch.cuh"
+#include "gemm/sm80/kernels.h"
+#include "gemm/sm90/kernels.h"
+#include "gemm/sm90/w4a8_split_k.h"
+
+namespace quarot {
+namespace {
+
+sm90::GemmProblem hopper_problem(GemmCall const& call, int sm_count) {
+    SkinnyProblem const& p = call.problem;
+    return {p.codes,
+            p.row_scale,
+            p.weight,
+            p.weight_scale,
+            p.bias,
+            p.out,
+            p.m,
+            p.n,
+            p.k,
+            p.ldd,
+            p.type == OutputType::kBFloat16,
+            call.workspace,
+            call.workspace_bytes,
+            sm_count,
+            p.stream};
+}
+
+sm80::GemmProblem int4_problem(GemmCall const& call) {
+    SkinnyProblem const& p = call.problem;
+    return {p.codes,
+            p.row_scale,
+            p.weight,
+            p.weight_scale,
+            p.bias,
+            p.out,
+            p.m,
+            p.n,
+            p.k,
+            p.ldd,
+            p.type == OutputType::kBFloat16,
+            call.workspace,
+            call.workspace_bytes,
+            p.stream};
+}
+
+skinny::DeviceLimits const& current_device() {
+    int device = 0;
+    cudaGetDevice(&device);
+    return skinny::device_limits(device);
+}
+
+}  // namespace
+
+GemmChoice gemm_choice(GemmCall const& call) {
+    skinny::DeviceLimits const& device = current_device();
+    SkinnyProblem const& p = call.problem;
+    return choose_gemm({p.m, p.n, p.k, p.format == WeightFormat::kInt4Tiles, p.groups > 0, call.packed_activations,
+                        p.type == OutputType::kFloat32, p.ldd % 8 == 0, device.capability, device.sm_count});
+}
+
+std::size_t gemm_workspace_bytes(GemmCall const& call, GemmChoice const& choice) {
+    if (choice.kernel != GemmKernel::kInt4Cores) return 0;
+    sm80::GemmProblem const p = int4_problem(call);
+    if (choice.a <= 64) return sm80::w4a4_64x128_workspace(p);
+    return choice.b <= 128 ? sm80::w4a4_128x128_workspace(p) : sm80::w4a4_128x256_workspace(p);
+}
+
+cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
+    SkinnyProblem const& p = call.problem;
+    if (p.m == 0 || p.n == 0) return cudaSuccess;
+    bool const sixteen_bit = p.type != OutputType::kFloat32, int4 = p.format == WeightFormat::kInt4Tiles;
+    bool const vector_rows = p.ldd % 8 == 0;  // 16-byte rows of the output: TMA and vector stores need them
+    if (call.packed_activations != (choice.kernel == GemmKernel::kInt4Cores)) return cudaErrorInvalidValue;
+    if ((p.groups > 0) != (choice.kernel == GemmKernel::kGrouped)) return cudaErrorInvalidValue;
+    switch (choice.kernel) {
+        case GemmKernel::kSkinny: {
+            SkinnyConfig const config{choice.a, choice.b, choice.c, choice.d};
+            return int4 ? skinny_int4(p, config) : skinny_int8(p, config);
+        }
+        case GemmKernel::kGrouped:
+            return skinny_grouped(p);
+        case GemmKernel::kSplitK:
+            if (!int4 || current_device().capability != 90) return cudaErrorInvalidValue;
+            return sm90::w4a8_split_k(p, {choice.a, choice.b, choice.d});
+        case GemmKernel::kWide: {
+            skinny::DeviceLimits const& device = current_device();
+            if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
+            sm90::GemmProblem const problem = hopper_problem(call, device.sm_count);
+            if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
+            if (choice.a >= 256) return sm90::w4a8_256x128(problem);
+            if (choice.b <= 64) return sm90::w4a8_128x64(problem);
+            return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
+        }
+        case GemmKernel::kInt4Cores: {
+            if (!sixteen_bit || !vector_rows || p.n % 8 != 0) return cudaErrorInvalidValue;
+            sm80::GemmProblem const problem = int4_problem(call);
+            if (choice.a <= 64) return sm80::w4a4_64x128(problem);
+            return choice.b <= 128 ? sm80::w4a4_128x128(problem) : sm80::w4a4_128x256(problem);
+        }
+    }
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace quarot

@@ -1,0 +1,138 @@
+"""Launches the integer GEMM kernels (``csrc/gemm``); shared by ``gemm_w4a4`` and ``gemm_w8a8``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quarot.ops import registry
+
+INT4_TILES, INT8_ROWS = 0, 1
+"""Weight formats, as in ``csrc/gemm/skinny.h``."""
+
+_OUT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+_MAX_K = 131040
+"""Largest multiple of 32 whose sums of (16 * -8) * -128 stay below 2^31."""
+_MAX_GROUP = 8192
+"""Longest scale group whose activations of 8 tokens fit in the shared memory of every supported GPU."""
+_WIDE_TOKENS = 32
+"""From here on some kernels store 16 bytes at a time and need rows of the output to be multiples of that."""
+
+_bias32: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def unavailable(codes: torch.Tensor, weight_scale: torch.Tensor, k: int, out_dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot serve a GEMM of padded width ``k`` (None when they can)."""
+    if out_dtype not in _OUT_TYPES:
+        return f"out_dtype {out_dtype} is not float16, bfloat16 or float32"
+    if k > _MAX_K:
+        return f"K={k} may overflow the int32 accumulator (at most {_MAX_K})"
+    if weight_scale.ndim == 2:
+        group = k // weight_scale.shape[1]
+        if group * weight_scale.shape[1] != k or group % 32 or group > _MAX_GROUP:
+            return f"groups of {k}/{weight_scale.shape[1]} inputs are not a multiple of 32 up to {_MAX_GROUP}"
+    if codes.shape[0] > 2**20:
+        return f"{codes.shape[0]} rows exceed one launch"
+    return None
+
+
+def bias_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
+    """``bias`` in float32, converted once while it lives (the epilogue adds in float32)."""
+    if bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()):
+        return bias
+    state = (bias.data_ptr(), 0 if bias.is_inference() else bias._version, bias.dtype)
+    kept = _bias32.get(bias)
+    if kept is None or kept[0] != state:
+        kept = (state, bias.detach().float().contiguous())
+        _bias32[bias] = kept
+    return kept[1]
+
+
+def _ready(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous and 16-byte aligned."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
+@functools.lru_cache(maxsize=4096)
+def _workspace_bytes(m: int, n: int, k: int, weight_format: int, device: int, tactic: tuple[int, ...]) -> int:
+    extension: Any = registry.extension()
+    with torch.cuda.device(device):
+        return extension.gemm_workspace_bytes(m, n, k, weight_format, True, list(tactic))
+
+
+def launch(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *,
+    weight_format: int,
+    packed: bool = False,
+    tactic: Sequence[int] = (),
+) -> torch.Tensor:
+    """Run the GEMM on ``codes.device`` and its current stream.
+
+    Args:
+        codes: int8 [M, Kp], or uint8 [M, Kp/2] with ``packed`` (then ``weight`` is row-major int4 [>=N, Kp/2]).
+        row_scale: float32 [M].
+        weight: int4 tiles or int8 rows, by ``weight_format``.
+        weight_scale: float32 [N] or [N, G].
+        bias: [N] in any float dtype, or None.
+        out_dtype: float16, bfloat16 or float32.
+        weight_format: :data:`INT4_TILES` or :data:`INT8_ROWS`.
+        packed: int4 activations.
+        tactic: kernel and its parameters (``csrc/gemm/dispatch.h``); empty lets the library choose.
+
+    Returns:
+        [M, N] in ``out_dtype``, contiguous.
+    """
+    m, k = codes.shape[0], codes.shape[1] * (2 if packed else 1)
+    n = weight_scale.shape[0]
+    out = torch.empty((m, n), dtype=out_dtype, device=codes.device)
+    if m == 0:
+        return out
+    groups = weight_scale.shape[1] if weight_scale.ndim == 2 else 0
+    codes, row_scale, weight_scale = _ready(codes), row_scale.contiguous(), weight_scale.contiguous()
+    bias = bias_float32(bias)
+    stored = out
+    if n % 8 and (packed or m > _WIDE_TOKENS) and out_dtype != torch.float32:
+        stored = torch.empty((m, -(-n // 8) * 8), dtype=out_dtype, device=codes.device)
+    kernel_n = n
+    if packed and n % 8:  # the INT4 tensor-core epilogue reads 8 scales at a time; the weight has rows to spare
+        kernel_n = -(-n // 8) * 8
+        weight_scale = torch.nn.functional.pad(weight_scale, (0, kernel_n - n))
+        bias = None if bias is None else torch.nn.functional.pad(bias, (0, kernel_n - n))
+    workspace, workspace_bytes = None, 0
+    if packed:
+        workspace_bytes = _workspace_bytes(m, kernel_n, k, weight_format, codes.device.index, tuple(tactic))
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=codes.device) if workspace_bytes else None
+    extension: Any = registry.extension()
+    with torch.cuda.device(codes.device):
+        extension.gemm(
+            codes.data_ptr(),
+            row_scale.data_ptr(),
+            weight.data_ptr(),
+            weight_scale.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            stored.data_ptr(),
+            m,
+            kernel_n,
+            k,
+            stored.shape[1],
+            groups,
+            _OUT_TYPES[out_dtype],
+            weight_format,
+            packed,
+            0 if workspace is None else workspace.data_ptr(),
+            workspace_bytes,
+            list(tactic),
+            registry.stream(codes),
+        )
+    return out if stored is out else out.copy_(stored[:, :n])
