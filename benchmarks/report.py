@@ -213,14 +213,15 @@ def plots(folder: Path, results: Path = RESULTS) -> list[Path]:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
-    parser.add_argument("--readme", action="store_true", help="write the tables into README.md and docs/benchmarks.md")
+    parser.add_argument("--readme", action="store_true", help="write the tables into README.md and docs/")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="draw one chart an op into DIR")
     options = parser.parse_args(arguments)
     if options.readme:
         write_readme()
-        docs = ROOT / "docs" / "benchmarks.md"
-        docs.write_text(fill(docs.read_text(encoding="utf-8"), "speed", speed_tables()), encoding="utf-8")
-        print("README.md and docs/benchmarks.md written")
+        for name, marker, content in (("benchmarks", "speed", speed_tables()), ("accuracy", "accuracy", accuracy_table())):
+            page = ROOT / "docs" / f"{name}.md"
+            page.write_text(fill(page.read_text(encoding="utf-8"), marker, content), encoding="utf-8")
+        print("README.md, docs/benchmarks.md and docs/accuracy.md written")
     if options.plots:
         print("\n".join(map(str, plots(options.plots))) or "no rows to draw")
     if not options.readme and not options.plots:
