@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from quarot.rotation.plan import RotationPlan
     from quarot.rotation.rotate import rotate_model
     from quarot.rotation.spec import HadamardSpec
+    from quarot.runtime.generate import generate
 
 __version__ = "0.1.0"
 
@@ -30,6 +31,7 @@ _PLACES = {
     "QuantLinear": "quarot.nn.quant_linear",
     "QuarotConfig": "quarot.config",
     "RotationPlan": "quarot.rotation.plan",
+    "generate": "quarot.runtime.generate",
     "hadamard_transform": "quarot.ops.hadamard",
     "load": "quarot.integrations.transformers.loading",
     "perplexity": "quarot.evaluation",
@@ -44,6 +46,7 @@ __all__ = [
     "QuarotConfig",
     "RotationPlan",
     "__version__",
+    "generate",
     "hadamard_transform",
     "load",
     "perplexity",

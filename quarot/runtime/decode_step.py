@@ -1,0 +1,86 @@
+"""One new token a row over a :class:`~quarot.nn.quant_kv_cache.QuantKVCache`, without masks, handles or host syncs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quarot.nn.kv_format import arguments
+from quarot.nn.page_table import Step
+from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.ops.decode_attention import decode_attention
+from quarot.ops.kv_append import kv_append
+
+if TYPE_CHECKING:
+    from quarot.runtime.fused_decoder import FusedDecoder
+    from quarot.runtime.fused_layer import FusedLayer
+
+
+class DecodeStep:
+    """Where the new tokens go and what they attend to: the same for every layer."""
+
+    def __init__(self, cache: QuantKVCache, step: Step, whole: bool = True) -> None:
+        self.cache, self.step, self.whole = cache, step, whole
+
+    @classmethod
+    def begin(cls, cache: Any, shape: torch.Size, mask: Any, config: Any) -> DecodeStep | None:
+        """The step of this forward, or None when it is not plain decoding over filled packed pages."""
+        batch, count = shape
+        if not isinstance(cache, QuantKVCache) or count != 1 or cache.offloads or not cache.layers[0].is_initialized:
+            return None
+        if config._attn_implementation != "quarot" or isinstance(mask, dict):
+            return None
+        valid = None
+        if mask is not None:
+            if mask.dim() != 2:
+                return None
+            valid = mask[:, -1:].to(torch.bool)
+            if not cache.is_static and bool(valid.all()):
+                valid = None
+        return cls(cache, cache.begin_step(batch, count, valid), valid is None)
+
+    def run_graph(self, fused: FusedDecoder, ids: Tensor, position_ids: Tensor) -> Tensor | None:
+        """As :meth:`run` from token ids, through the recorded step of this cache; None when there is none to use."""
+        from quarot.runtime.decode_graph import enabled, graph_for
+
+        batch, cache, step = ids.shape[0], self.cache, self.step
+        if not self.whole or not enabled(ids.device) or torch.cuda.is_current_stream_capturing():
+            return None
+        for pages in cache.layers:
+            pages.make_room(step)
+        graph = graph_for(fused, cache, step._replace(copies=None), batch)
+        if graph is None:
+            return None
+        graph.load(ids, position_ids, step)
+        return graph.run().clone()
+
+    def run(self, fused: FusedDecoder, hidden: Tensor, position_ids: Tensor) -> Tensor:
+        """[B, 1, hidden] embeddings to the normalised output of the last layer."""
+        try:
+            cos, sin = fused.rotary(hidden, position_ids=position_ids)
+            return fused.run_layers(hidden, self.attend(cos.flatten(0, 1), sin.flatten(0, 1)))
+        except Exception:
+            self.cache.failed()
+            raise
+
+    def attend(self, cos: Tensor, sin: Tensor) -> Any:
+        """The attention of one layer: RoPE, append, and decode on the codes."""
+        step, table = self.step, self.step.table
+
+        def attend(layer: FusedLayer, qkv: Tensor) -> Tensor:
+            pages = self.cache.layers[layer.index]
+            kv_format, codes = pages.format, arguments(pages.layout)
+            pages.make_room(step)
+            layer.rotate_positions(qkv, cos, sin)
+            query, key, value = qkv.view(qkv.shape[0], -1, layer.head_dim).split(
+                [layer.heads, layer.kv_heads, layer.kv_heads], dim=1
+            )
+            clip, rotate = kv_format.clip, kv_format.rotate
+            kv_append(pages.pool, key, value, step.slots, *codes, clip, clip, *rotate)
+            query = query.unsqueeze(1).contiguous()
+            out, _ = decode_attention(query, pages.pool, table, step.lengths, *codes, layer.scaling, layer.window, *rotate)
+            return out.view(qkv.shape[0], -1)
+
+        return attend

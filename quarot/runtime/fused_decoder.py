@@ -1,0 +1,199 @@
+"""``FusedDecoder``: the decoder of a quantised model on fused ops, behind the model's own ``forward``.
+
+The model stays an ordinary transformers model: only the inner decoder's ``forward`` is replaced on the instance, and it
+hands over to the original wherever the fused path cannot serve (hooks inside layers, recorded hidden states or
+attention weights, ``torch.compile``), saying so once at log level info.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from quarot.architectures import architecture_of, decoder_layers, geometry
+from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.runtime.decode_step import DecodeStep
+from quarot.runtime.fused_layer import FusedLayer
+
+logger = logging.getLogger("quarot")
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
+"""Families whose layers are exactly norm, attention, add, norm, SiLU-gated MLP, add."""
+
+_RECORDING = ("output_hidden_states", "output_attentions")
+
+
+def install(model: Any) -> str | None:
+    """Give a quantised model the fused path; returns the reason when it cannot have one (then nothing changes)."""
+    uninstall(model)
+    try:
+        fused = FusedDecoder(model)
+    except NotImplementedError as error:
+        logger.info("the fused decoder path is off: %s", error)
+        return str(error)
+    decoder = fused.decoder
+    decoder.quarot_fused = fused
+    decoder.forward = types.MethodType(fused_forward, decoder)
+    return None
+
+
+def uninstall(model: Any) -> None:
+    """Undo :func:`install`."""
+    decoder = getattr(model, model.base_model_prefix)
+    for name in ("quarot_fused", "forward"):
+        vars(decoder).pop(name, None)
+
+
+def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Takes the place of the inner decoder's ``forward``; same arguments and result."""
+    if torch.compiler.is_compiling():  # it traces the model's own layers, and would trip over the log below
+        return type(self).forward(self, *args, **kwargs)
+    fused: FusedDecoder = vars(self)["quarot_fused"]
+    reason = fused.obstacle(args, kwargs)
+    if reason is not None:
+        _say_once(reason)
+        return type(self).forward(self, *args, **kwargs)
+    with torch.no_grad():
+        return fused.forward(**kwargs)
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    logger.info("this forward takes the unfused path: %s", reason)
+
+
+class FusedDecoder:
+    """Embedding, fused layers and final norm of one model.
+
+    Raises:
+        NotImplementedError: a family or a layer the fused ops do not cover.
+    """
+
+    def __init__(self, model: Any) -> None:
+        architecture, sizes = architecture_of(model), geometry(model)
+        if architecture.family not in FAMILIES:
+            raise NotImplementedError(f"family {architecture.family} is not among {', '.join(FAMILIES)}")
+        activation = getattr(model.config, "hidden_act", None)
+        if activation not in ("silu", "swish"):
+            raise NotImplementedError(f"activation {activation!r} is not SiLU")
+        self.decoder: nn.Module = getattr(model, model.base_model_prefix)
+        self.config = self.decoder.config
+        self.embed, self.final_norm = model.get_submodule(architecture.embed), model.get_submodule(architecture.final_norm)
+        self.rotary: Any = self.decoder.rotary_emb
+        layers = [layer for _, layer in decoder_layers(model)]
+        heads = (sizes.heads, sizes.kv_heads)
+        self.layers = [FusedLayer(layer, architecture, self.config, heads) for layer in layers]
+        self.session: Any = None  # of quarot.runtime.generate
+        self._inner = [module for layer in layers for module in layer.modules()]
+
+    def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why this call must go through the model's own layers (None when it need not)."""
+        if args:
+            return "positional arguments"
+        for name in _RECORDING:
+            wanted = kwargs.get(name)
+            if wanted or (wanted is None and getattr(self.config, name, False)):
+                return f"{name}=True"
+        if self.decoder.training:
+            return "the model is in training mode"
+        for module in self._inner:
+            if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+                return f"{type(module).__name__} has a hook"
+        device = self.embed.weight.device  # type: ignore[union-attr]
+        if any(layer.down.first.qweight.device != device for layer in self.layers):
+            return "the layers are on several devices"
+        return None
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Tensor] | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As the decoder's own forward."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        shape = torch.Size(input_ids.shape if input_ids is not None else inputs_embeds.shape[:2])  # type: ignore[union-attr]
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and past_key_values is None:
+            past_key_values = QuantKVCache(self.config)
+        if position_ids is None:
+            past = 0 if past_key_values is None else past_key_values.get_seq_length()
+            position_ids = (torch.arange(shape[1], device=self.embed.weight.device) + past)[None]  # type: ignore[arg-type]
+        step = DecodeStep.begin(past_key_values, shape, attention_mask, self.config)
+        out = None
+        if step is not None and input_ids is not None:
+            out = step.run_graph(self, input_ids, position_ids)
+        if out is None:
+            hidden: Tensor = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            if step is not None:
+                out = step.run(self, hidden, position_ids)
+            else:
+                out = self._attend_through_model(hidden, position_ids, attention_mask, past_key_values, kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values if use_cache else None)
+
+    def run_layers(self, hidden: Tensor, attend: Any) -> Tensor:
+        """Residual stream [B, T, hidden] through all layers and the final norm."""
+        residual, delta = hidden.reshape(-1, hidden.shape[-1]), None
+        for layer in self.layers:
+            residual, delta = layer.forward(residual, delta, attend)
+        return self.final_norm((residual + delta).view(hidden.shape))
+
+    def _attend_through_model(
+        self, hidden: Tensor, position_ids: Tensor, mask: Any, cache: Any, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Any cache and attention function, as the model's own attention modules call them."""
+        batch, count, _ = hidden.shape
+        cos, sin = (t.reshape(-1, t.shape[-1]) for t in self.rotary(hidden, position_ids=position_ids))
+        masks = self._masks(hidden, mask, cache, position_ids)
+        interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+
+        def attend(layer: FusedLayer, qkv: Tensor) -> Tensor:
+            layer.rotate_positions(qkv, cos, sin)
+            query, key, value = layer.split(qkv, batch)
+            if cache is not None:
+                key, value = cache.update(key, value, layer.index)
+            out, _ = interface(
+                layer.attention,
+                query,
+                key,
+                value,
+                masks[layer.window],
+                dropout=0.0,
+                scaling=layer.scaling,
+                sliding_window=layer.window or None,
+                position_ids=position_ids,
+                **kwargs,
+            )
+            return out.reshape(batch * count, -1)
+
+        return self.run_layers(hidden, attend)
+
+    def _masks(self, hidden: Tensor, mask: Any, cache: Any, position_ids: Tensor) -> dict[int, Tensor | None]:
+        """The attention mask of every window size among the layers (0: none)."""
+        made = {}
+        for window in {layer.window for layer in self.layers}:
+            if isinstance(mask, dict):
+                made[window] = mask["sliding_attention" if window else "full_attention"]
+                continue
+            make = create_sliding_window_causal_mask if window else create_causal_mask
+            made[window] = make(
+                config=self.config,
+                inputs_embeds=hidden,
+                attention_mask=mask,
+                past_key_values=cache,
+                position_ids=position_ids,
+            )
+        return made

@@ -1,0 +1,113 @@
+"""One decoder layer on fused ops: nothing elementwise is left between the integer GEMMs.
+
+    residual + delta -> RMSNorm -> codes -> qkv -> RoPE (-> R3 -> cache) -> attention -> (heads Hadamard ->) codes -> o
+    residual + delta -> RMSNorm -> codes -> gate_up -> SiLU * up (-> R4) -> codes -> down
+
+The sum that ends a layer is left to the norm that begins the next one: a layer takes and returns ``(residual, delta)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quarot.architectures import Architecture, has_submodule
+from quarot.ops.add_rms_norm_quantize import add_rms_norm_quantize
+from quarot.ops.rope import rope
+from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
+from quarot.runtime.linear_group import LinearGroup
+
+Attend = Callable[["FusedLayer", Tensor], Tensor]
+"""Stores the keys and values in qkv [M, (Hq + 2 Hkv) D] and returns the attention output [M, Hq * D]."""
+
+
+class FusedLayer:
+    """The parts of a decoder layer that the fused path needs, resolved once.
+
+    Raises:
+        NotImplementedError: the layer has a part the fused ops do not know; the message says which.
+    """
+
+    def __init__(self, layer: nn.Module, architecture: Architecture, config: Any, num_heads: tuple[int, int]) -> None:
+        self.attention = layer.get_submodule(architecture.attention)
+        self.attn_norm = layer.get_submodule(architecture.attn_norm)
+        self.mlp_norm = layer.get_submodule(architecture.mlp_norm)
+        self.qkv = _group(layer, [p.path for p in architecture.attn_in])
+        self.o = _group(layer, [architecture.attn_out.path])
+        self.gate_up = _group(layer, [p.path for p in architecture.mlp_in])
+        self.down = _group(layer, [architecture.mlp_out.path])
+        self.heads, self.kv_heads = num_heads
+        self.head_dim = self.o.first.in_features // self.heads
+        self.scaling = float(self.attention.scaling)  # type: ignore[arg-type]
+        window = getattr(self.attention, "sliding_window", getattr(config, "sliding_window", None))
+        if not hasattr(self.attention, "sliding_window") and getattr(config, "use_sliding_window", True) is False:
+            window = None
+        self.window: int = window or 0  # type: ignore[assignment]
+        self.uses_rope = bool(getattr(self.attention, "use_rope", True))
+        self.head_norms = [self.attention.get_submodule(name) for name in ("q_norm", "k_norm")] if architecture.head_norms else []
+        self.index = int(self.attention.layer_idx)  # type: ignore[arg-type]
+        for norm in (self.attn_norm, self.mlp_norm):
+            if norm.weight.is_meta:  # type: ignore[union-attr]
+                raise NotImplementedError("weights are offloaded")
+            if bool((norm.weight != 1).any()):  # type: ignore[operator]
+                raise NotImplementedError("an RMSNorm gain is not folded; call rotate_model before quantize_model")
+
+    def forward(self, residual: Tensor, delta: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
+        """[M, hidden] residual stream, and what is still to be added to it, through the layer."""
+        residual, qkv = self._norm_project(residual, delta, self.attn_norm, self.qkv)
+        out = attend(self, qkv)
+        codes, scale = self.o.first.quantize_input(out)
+        residual, gate_up = self._norm_project(residual, self.o(codes, scale, residual.dtype), self.mlp_norm, self.gate_up)
+        down = self.down.first
+        order, pow2 = (1, 1) if down.input_rotation is None else (down.input_rotation.order, down.input_rotation.pow2)
+        packed = down._packs_activations(gate_up)
+        codes, scale = silu_mul_hadamard_quantize(gate_up, order, pow2, down.a_bits, down.a_clip, packed)
+        return residual, self.down(codes, scale, residual.dtype)
+
+    def rotate_positions(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """RoPE (after the head norms, where the family has them) on the queries and keys in qkv, in place."""
+        if not self.uses_rope:
+            cos, sin = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
+            if not self.head_norms:
+                return
+        gains, eps = self.norm_arguments()
+        rope(qkv, cos, sin, self.heads, self.kv_heads, self.head_dim, *gains, eps)
+
+    def norm_arguments(self) -> tuple[tuple[Tensor | None, Tensor | None], float]:
+        """Gains of the query and key norms, and their epsilon."""
+        if not self.head_norms:
+            return (None, None), 0.0
+        q_norm, k_norm = self.head_norms
+        return (q_norm.weight.data, k_norm.weight.data), _eps(q_norm)  # type: ignore[return-value]
+
+    def split(self, qkv: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views q [B, Hq, T, D], k and v [B, Hkv, T, D] of qkv [B * T, ..]."""
+        heads = qkv.view(batch, -1, self.heads + 2 * self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = heads.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        return q, k, v
+
+    def _norm_project(
+        self, residual: Tensor, delta: Tensor | None, norm: nn.Module, linear: LinearGroup
+    ) -> tuple[Tensor, Tensor]:
+        first = linear.first
+        packed = first._packs_activations(residual)
+        x, other = (residual, None) if delta is None else (delta, residual)
+        codes, scale, residual = add_rms_norm_quantize(x, other, _eps(norm), first.a_bits, first.a_clip, packed)
+        return residual, linear(codes, scale, residual.dtype)
+
+
+def _group(layer: nn.Module, paths: list[str]) -> LinearGroup:
+    if not all(has_submodule(layer, path) for path in paths):
+        raise NotImplementedError(f"{type(layer).__name__} has no {', '.join(paths)}")
+    members = [layer.get_submodule(path) for path in paths]
+    reason = LinearGroup.reason(members)
+    if reason is not None:
+        raise NotImplementedError(f"{', '.join(paths)}: {reason}")
+    return LinearGroup(members)  # type: ignore[arg-type]
+
+
+def _eps(norm: nn.Module) -> float:
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))

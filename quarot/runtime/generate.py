@@ -1,0 +1,244 @@
+"""``generate``: a decoding loop that stays on the GPU.
+
+Prefill goes through the model's forward, in chunks; every decode step, the choice of the token included, is one replay
+of a recorded graph. The host looks at the tokens only now and then (every step when streaming).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.nn.page_table import StaticTable, Step
+from quarot.runtime.decode_graph import DecodeGraph, enabled
+from quarot.runtime.fused_decoder import FusedDecoder
+from quarot.runtime.sampling import Sampling
+
+_LOOK_EVERY = 16  # steps between two looks at whether every row has stopped
+_ROUND_LENGTH = 256  # capacities are rounded up to this, so that a session serves prompts of similar length
+
+
+class Streamer(Protocol):
+    """Receives tokens as they come (transformers' ``TextStreamer`` is one)."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
+
+
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int = 128,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    eos_token_id: int | Iterable[int] | None = None,
+    pad_token_id: int | None = None,
+    seed: int | None = None,
+    streamer: Streamer | None = None,
+    prefill_chunk: int = 16384,
+) -> Tensor:
+    """Continue ``input_ids`` with a quantised model; the fast way on one GPU.
+
+    Args:
+        model: quantised by quarot, with the fused decoder path (``model.generate`` serves everything else).
+        input_ids: int64 [B, T] on the model's device, left-padded where rows differ.
+        attention_mask: [B, T], 0 = padding; None when there is none.
+        max_new_tokens: tokens to add at most.
+        temperature, top_k, top_p: see :class:`Sampling`; temperature 0 is greedy.
+        eos_token_id: token(s) that end a row; default: those of the model's generation_config; ``()`` for none.
+        pad_token_id: fills rows behind their end; default: the model's, else the first end token, else 0.
+        seed: makes sampling repeatable.
+        streamer: gets the prompt, then every new token (one row only).
+        prefill_chunk: tokens (rows x columns) that one prefill forward takes at most: bounds its memory.
+
+    Returns:
+        int64 [B, T + n]: the prompt and n <= max_new_tokens new tokens.
+
+    Raises:
+        ValueError: arguments that do not fit.
+        NotImplementedError: the model has no fused decoder path (the message says why).
+    """
+    _check(model, input_ids, attention_mask, max_new_tokens, streamer)
+    fused: FusedDecoder | None = vars(getattr(model, model.base_model_prefix)).get("quarot_fused")
+    if fused is None:
+        raise NotImplementedError(
+            "quarot.generate needs a model quantised by quarot with the fused decoder path "
+            "(logger 'quarot' at level INFO says why it is off); use model.generate"
+        )
+    sampling = Sampling(temperature, top_k, top_p)
+    ends = _end_tokens(model, eos_token_id)
+    generator = None
+    if seed is not None:
+        generator = torch.Generator(input_ids.device).manual_seed(seed)
+    with torch.no_grad():
+        session = _session(model, fused, input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
+        try:
+            logits = session.prefill(input_ids, attention_mask, prefill_chunk)
+            new = session.decode(sampling.choose(logits, generator), sampling, generator, max_new_tokens, ends, streamer, input_ids)
+        except torch.cuda.OutOfMemoryError as error:
+            fused.session = None
+            raise torch.cuda.OutOfMemoryError(
+                f"{error}\nquarot.generate: {tuple(input_ids.shape)} tokens + {max_new_tokens} new: lower the batch, "
+                f"max_new_tokens or prefill_chunk (now {prefill_chunk})"
+            ) from None
+    return torch.cat([input_ids, _pad_behind_end(new, ends, _pad_token(model, pad_token_id, ends))], dim=1)
+
+
+class Session:
+    """A cache of fixed size and the graphs over it, kept for the next call of similar size."""
+
+    def __init__(self, model: Any, fused: FusedDecoder, batch: int, length: int) -> None:
+        self.model, self.fused, self.batch, self.length = model, fused, batch, length
+        self.cache = QuantKVCache(model.config, max_batch=batch, max_length=length)
+        self.graphs: dict[tuple[Sampling, bool], DecodeGraph] = {}
+
+    def prefill(self, ids: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
+        """Fill the cache with a prompt [B, T]; returns the logits [B, vocabulary] of its last column."""
+        self.cache.reset()
+        if mask is not None and bool(mask.all()):
+            mask = None
+        columns = max(1, chunk // ids.shape[0])
+        positions = None if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+        for start in range(0, ids.shape[1], columns):
+            end = min(start + columns, ids.shape[1])
+            out = self.model(
+                input_ids=ids[:, start:end],
+                attention_mask=None if mask is None else mask[:, :end],
+                position_ids=torch.arange(start, end, device=ids.device)[None] if positions is None else positions[:, start:end],
+                past_key_values=self.cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+        return out.logits[:, -1]
+
+    def decode(
+        self,
+        first: Tensor,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        count: int,
+        ends: Tensor,
+        streamer: Streamer | None,
+        prompt: Tensor,
+    ) -> Tensor:
+        """New tokens int64 [B, n <= count], the ``first`` [B] of them included."""
+        graph = self._graph(sampling, generator)
+        table = self.cache.table
+        assert isinstance(table, StaticTable)
+        lengths, pages = table.lengths[: self.batch], table.pages[: self.batch]
+        nothing = torch.empty(0, dtype=torch.int64, device=first.device)
+        step = Step(nothing, lengths, lengths, pages, None, 0, table.num_pages, None)
+        graph.load(first[:, None], lengths[:, None], step)
+        tokens = first.new_empty(self.batch, count)
+        tokens[:, 0] = first
+        done = torch.zeros(self.batch, dtype=torch.bool, device=first.device)
+        if streamer is not None:
+            streamer.put(prompt[0].cpu())
+        used = count
+        for index in range(count):
+            if index:
+                graph.run() if enabled(first.device) else graph.step()
+                tokens[:, index] = graph.ids[:, 0]
+            if streamer is not None:
+                streamer.put(tokens[0, index : index + 1].cpu())
+            done |= torch.isin(tokens[:, index], ends)
+            look = streamer is not None or index % _LOOK_EVERY == _LOOK_EVERY - 1
+            if len(ends) and look and bool(done.all()):
+                used = index + 1
+                break
+        if streamer is not None:
+            streamer.end()
+        return _trim(tokens[:, :used], ends)
+
+    def _graph(self, sampling: Sampling, generator: torch.Generator | None) -> DecodeGraph:
+        key = (sampling, generator is not None)
+        graph = self.graphs.get(key)
+        if graph is None or graph.addresses != _current(graph) or generator is not None:
+            head = self.model.get_output_embeddings()
+            table = self.cache.table
+            assert isinstance(table, StaticTable)
+            graph = DecodeGraph(
+                self.fused,
+                self.cache,
+                self.batch,
+                table.pages_per_row,
+                lambda out: sampling.choose(head(out[:, -1]), generator),
+                generator,
+            )
+            self.graphs[key] = graph
+        return graph
+
+
+def _current(graph: DecodeGraph) -> tuple[int, ...]:
+    from quarot.runtime.decode_graph import addresses
+
+    return addresses(graph.cache)
+
+
+def _session(model: Any, fused: FusedDecoder, batch: int, length: int) -> Session:
+    """The session of the last call where it fits, else a new one (only one is kept, so memory is bounded)."""
+    rounded = -(-length // _ROUND_LENGTH) * _ROUND_LENGTH
+    session: Session | None = fused.session
+    fits = session is not None and session.model is model and session.batch == batch
+    if session is None or not fits or not length <= session.length <= 2 * rounded:
+        fused.session = None
+        session = fused.session = Session(model, fused, batch, rounded)
+    return session
+
+
+def _check(model: Any, ids: Tensor, mask: Tensor | None, count: int, streamer: Streamer | None) -> None:
+    if ids.dim() != 2 or ids.shape[1] == 0 or ids.dtype != torch.int64:
+        raise ValueError(f"generate: input_ids must be int64 [batch, tokens >= 1], got {ids.dtype} {tuple(ids.shape)}")
+    if mask is not None and (mask.shape != ids.shape or not bool(mask[:, -1].all())):
+        raise ValueError(
+            f"generate: attention_mask {tuple(mask.shape)} must match input_ids {tuple(ids.shape)} and end in 1: pad on the left"
+        )
+    if count < 1:
+        raise ValueError(f"generate: max_new_tokens={count} must be at least 1")
+    if streamer is not None and ids.shape[0] != 1:
+        raise ValueError(f"generate: a streamer takes one row, got a batch of {ids.shape[0]}")
+    device = model.get_input_embeddings().weight.device
+    if ids.device != device:
+        raise ValueError(f"generate: input_ids are on {ids.device}, the model on {device}")
+
+
+def _end_tokens(model: Any, eos: int | Iterable[int] | None) -> Tensor:
+    if eos is None:
+        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    values = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    return torch.tensor(values, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
+
+
+def _pad_token(model: Any, pad: int | None, ends: Tensor) -> int:
+    if pad is None:
+        pad = getattr(getattr(model, "generation_config", None), "pad_token_id", None)
+    if pad is None:
+        pad = int(ends[0]) if len(ends) else 0
+    return pad
+
+
+def _ended(tokens: Tensor, ends: Tensor) -> Tensor:
+    """bool [B, n]: an end token came at this place or before."""
+    return torch.isin(tokens, ends).cumsum(1) > 0
+
+
+def _trim(tokens: Tensor, ends: Tensor) -> Tensor:
+    """Without the columns in which every row had ended before."""
+    if not len(ends):
+        return tokens
+    running = ~_ended(tokens, ends)
+    return tokens[:, : min(tokens.shape[1], int(running.sum(1).max()) + 1)]
+
+
+def _pad_behind_end(tokens: Tensor, ends: Tensor, pad: int) -> Tensor:
+    behind = torch.zeros_like(tokens, dtype=torch.bool)
+    behind[:, 1:] = _ended(tokens, ends)[:, :-1]
+    return tokens.masked_fill(behind, pad)

@@ -1,0 +1,85 @@
+"""``LinearGroup``: linear layers that read the same input, run as one integer GEMM.
+
+Concatenating their rows costs no memory: the parameters of the member layers become views of the joint tensors, so
+``state_dict`` and saving see the same names and values as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from quarot.nn.quant_linear import QuantLinear
+from quarot.ops.gemm_w4a4 import gemm_w4a4
+from quarot.ops.gemm_w8a8 import gemm_w8a8
+
+_ROWS_PER_STRIP = 16  # rows of an int4 tile: members must end on a strip, or the next one would start inside it
+
+
+class LinearGroup:
+    """``[y_1 | y_2 | ..] = x [W_1 | W_2 | ..]^T`` from the codes of x.
+
+    Attributes:
+        members: the layers, in the order of the output columns.
+        out_features: width of the joint output.
+    """
+
+    def __init__(self, members: Sequence[QuantLinear]) -> None:
+        self.members = tuple(members)
+        self.out_features = sum(m.out_features for m in members)
+        self.first = self.members[0]
+        self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+        self._addresses: tuple[int, ...] = ()
+
+    @staticmethod
+    def reason(members: Sequence[nn.Module]) -> str | None:
+        """Why these layers cannot run as one integer GEMM (None when they can)."""
+        for m in members:
+            if not isinstance(m, QuantLinear):
+                return f"{type(m).__name__} is not quantised"
+            if m.w_bits not in (4, 8) or m.a_bits == 16 or m.a_group_size is not None or m.weight_zero is not None:
+                return f"no integer GEMM for {m.extra_repr()}"
+        alike = {(m.w_bits, m.w_group_size, m.a_bits, m.a_clip, m.input_rotation, m.in_features) for m in members}
+        if len(alike) > 1:
+            return "layers on the same input are quantised differently"
+        if any(m.out_features % _ROWS_PER_STRIP for m in members[:-1]):
+            return f"{[m.out_features for m in members]} rows are not multiples of {_ROWS_PER_STRIP}"
+        return None
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Joint codes, scales and bias; joined again when a member was moved or reloaded since."""
+        if self._tensors is None or self._addresses != self._now():
+            self._tensors = self._join()
+            self._addresses = self._now()
+        return self._tensors
+
+    def __call__(self, codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """[M, out_features] in ``dtype`` from codes [M, Kp] and fp32 row scales [M]."""
+        qweight, scale, bias = self.tensors()
+        if self.first.w_bits == 8:
+            return gemm_w8a8(codes, row_scale, qweight, scale, bias, dtype)
+        return gemm_w4a4(codes, row_scale, qweight, scale, bias, dtype, codes.dtype == torch.uint8)
+
+    def _now(self) -> tuple[int, ...]:
+        return tuple(m.qweight.data_ptr() for m in self.members)
+
+    def _join(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        if len(self.members) == 1:
+            m = self.first
+            return m.qweight.data, m.weight_scale.data, None if m.bias is None else m.bias.data
+        qweight = torch.cat([m.qweight.data for m in self.members])
+        scale = torch.cat([m.weight_scale.data for m in self.members])
+        bias = None
+        if any(m.bias is not None for m in self.members):
+            kind = next(m.bias for m in self.members if m.bias is not None)
+            bias = torch.cat([kind.new_zeros(m.out_features) if m.bias is None else m.bias.data for m in self.members])
+        strip = row = 0
+        for m in self.members:
+            m.qweight.data = qweight[strip : strip + m.qweight.shape[0]]
+            m.weight_scale.data = scale[row : row + m.out_features]
+            if m.bias is not None and bias is not None:
+                m.bias.data = bias[row : row + m.out_features]
+            strip, row = strip + m.qweight.shape[0], row + m.out_features
+        return qweight, scale, bias
