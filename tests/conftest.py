@@ -85,9 +85,20 @@ def _wide_forward(offset: float, norm: nn.Module, x: torch.Tensor) -> torch.Tens
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * (offset + norm.weight)
 
 
+def _wide_router(router: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    logits = nn.functional.linear(x.reshape(-1, router.hidden_dim), router.weight)
+    value, index = logits.softmax(-1).topk(router.top_k, dim=-1)
+    if getattr(router, "norm_topk_prob", True):
+        value = value / value.sum(-1, keepdim=True)
+    return logits, value, index
+
+
 def widen_norms(model: nn.Module) -> nn.Module:
-    """Let transformers' RMSNorms compute in the dtype of their input (they round to fp32), for float64 comparisons."""
+    """Let transformers' RMSNorms and routers compute in the dtype of their input (they round to fp32), for float64."""
+    model.config._experts_implementation = "eager"  # the default, grouped_mm, has no float64
     for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.forward = MethodType(_wide_router, module)
         if type(module).__name__.endswith("RMSNorm"):
             offset = 1.0 if type(module).__name__.startswith("Gemma") else 0.0
             module.forward = MethodType(lambda norm, x, offset=offset: _wide_forward(offset, norm, x), module)

@@ -84,6 +84,16 @@ class Architecture:
     experts: Experts | None = None
 
     @property
+    def slots(self) -> dict[str, tuple[Projection, ...]]:
+        """The linear layers of a decoder layer by how they meet the residual stream, in the order data passes them."""
+        return {
+            "attn_in": self.attn_in,
+            "attn_out": (self.attn_out,),
+            "mlp_in": self.mlp_in,
+            "mlp_out": (self.mlp_out,),
+        }
+
+    @property
     def projections(self) -> tuple[Projection, ...]:
         """Every linear layer of a decoder layer, in the order in which data passes them."""
         return (*self.attn_in, self.attn_out, *self.mlp_in, self.mlp_out)

@@ -19,6 +19,7 @@ from quarot.architectures.qwen3_moe import QWEN3_MOE
 from quarot.architectures.record import Architecture, Projection
 from quarot.architectures.smollm3 import SMOLLM3
 from quarot.architectures.unsupported import REASONS
+from quarot.nn.expert_list import ExpertList
 
 ARCHITECTURES: dict[str, Architecture] = {
     record.model_class: record
@@ -87,6 +88,13 @@ def geometry(model: Any) -> Geometry:
     )
 
 
+def expert_intermediate(model: Any) -> int | None:
+    """MLP width of one expert of a mixture-of-experts model, None for a dense one."""
+    if architecture_of(model).experts is None:
+        return None
+    return getattr(model.config, "moe_intermediate_size", None) or model.config.intermediate_size
+
+
 def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Name and module of every decoder layer, in order."""
     path = architecture_of(model).layers
@@ -107,11 +115,16 @@ def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     """``(name, module, role)`` of every linear layer: those of the decoder layers in order, then ``lm_head``.
 
     The modules may be ``nn.Linear`` or what took its place. Roles are those of :class:`Projection`, and ``lm_head``.
-    Experts in 3-D parameters are not linear layers and do not appear.
+    Experts appear, as ``expert_gate_up`` and ``expert_down``, once they are an
+    :class:`~quarot.nn.expert_list.ExpertList`; in 3-D parameters they are not linear layers.
     """
     record = architecture_of(model)
     for name, layer in decoder_layers(model):
         for projection in record.projections:
             if has_submodule(layer, projection.path):
                 yield f"{name}.{projection.path}", layer.get_submodule(projection.path), projection.role
+        path = record.experts.module if record.experts is not None else ""
+        if path and has_submodule(layer, path) and isinstance(experts := layer.get_submodule(path), ExpertList):
+            for inner, module, role in experts.linears():
+                yield f"{name}.{path}.{inner}", module, role
     yield record.lm_head, model.get_submodule(record.lm_head), "lm_head"

@@ -53,7 +53,7 @@ def _check_linears(model: nn.Module, record: Architecture, sizes: Geometry) -> N
 
     columns = {"attn_out": sizes.heads * sizes.head_dim, "mlp_out": sizes.intermediate}
     for name, layer in decoder_layers(model):
-        for slot, projections in slots(record).items():
+        for slot, projections in record.slots.items():
             for projection in projections:
                 if has_submodule(layer, projection.path):
                     rows = sum(sizes.rows(part) for part in projection.parts)
@@ -61,20 +61,20 @@ def _check_linears(model: nn.Module, record: Architecture, sizes: Geometry) -> N
                     check(f"{name}.{projection.path}", layer.get_submodule(projection.path), shape)
                 elif not (record.experts and slot.startswith("mlp") and has_submodule(layer, record.experts.module)):
                     raise NotImplementedError(f"{name} has no {projection.path}, which a {record.family} model has")
+        if record.experts is not None and has_submodule(layer, record.experts.module):
+            _check_experts(f"{name}.{record.experts.module}", layer.get_submodule(record.experts.module), record, sizes)
     embed, head = model.get_submodule(record.embed), model.get_submodule(record.lm_head)
     check(record.lm_head, head, (head.weight.shape[0], sizes.hidden))
     if not isinstance(embed, nn.Embedding) or embed.weight.shape[1] != sizes.hidden:
         raise NotImplementedError(f"{record.embed} is not an embedding of width {sizes.hidden}: {embed}")
 
 
-def slots(record: Architecture) -> dict[str, tuple[Any, ...]]:
-    """The linear layers of a decoder layer by the slot names of :mod:`quarot.rotation.sites`."""
-    return {
-        "attn_in": record.attn_in,
-        "attn_out": (record.attn_out,),
-        "mlp_in": record.mlp_in,
-        "mlp_out": (record.mlp_out,),
-    }
+def _check_experts(name: str, experts: nn.Module, record: Architecture, sizes: Geometry) -> None:
+    assert record.experts is not None
+    for path, hidden_dim in ((record.experts.gate_up, -1), (record.experts.down, -2)):
+        weight = getattr(experts, path, None)
+        if not isinstance(weight, nn.Parameter) or weight.dim() != 3 or weight.shape[hidden_dim] != sizes.hidden:
+            raise NotImplementedError(f"{name}.{path} is not the 3-D parameter that a {record.family} model has")
 
 
 def _claimed(model: nn.Module, record: Architecture) -> Iterator[str]:

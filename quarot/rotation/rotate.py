@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from quarot.architectures import Architecture, Geometry, architecture_of, decoder_layers, geometry, has_submodule
-from quarot.nn.rotated_linear import RotatedLinear
+from quarot.architectures import (
+    Architecture,
+    Geometry,
+    architecture_of,
+    decoder_layers,
+    expert_intermediate,
+    geometry,
+)
 from quarot.progress import progress_bar
-from quarot.rotation.checks import check_model, slots
-from quarot.rotation.fold import fold_weight, neutralize_norm, norm_gain, untie_head
-from quarot.rotation.orthogonal import HadamardRotation, MatrixRotation, Rotation, random_orthogonal, random_signs
+from quarot.rotation.apply import Rotations, insert_online, rotate_ends, rotate_layer
+from quarot.rotation.checks import check_model
+from quarot.rotation.fold import untie_head
+from quarot.rotation.orthogonal import HadamardRotation, MatrixRotation, random_orthogonal, random_signs
 from quarot.rotation.plan import RotationPlan
 from quarot.rotation.planning import make_plan
-from quarot.rotation.sites import check_sites, rotations_at
+from quarot.rotation.sites import check_sites
 
 
 def rotate_model(
@@ -72,6 +79,7 @@ def rotate_model(
         r3=r3,
         r4=r4,
         down_proj_block=down_proj_block,
+        expert_intermediate=expert_intermediate(model),
     )
     if plan.online and not record:
         raise ValueError("record=False would lose the online rotations; switch r3, r4 and o_proj_online off, or record")
@@ -80,18 +88,18 @@ def rotate_model(
     rotations = _rotations(plan, sizes, r1 if isinstance(r1, torch.Tensor) else None)
 
     _untie(model, architecture)
-    _rotate_ends(model, architecture, rotations, device)
+    rotate_ends(model, architecture, rotations, device)
     layers = list(decoder_layers(model))
     for _, layer in progress_bar(layers, "rotating", progress):
-        _rotate_layer(layer, architecture, sizes, rotations, device)
-        _insert_online(layer, architecture, plan)
+        rotate_layer(layer, architecture, sizes, rotations, device)
+        insert_online(layer, architecture, plan)
     _record(model, plan, record)
     return plan
 
 
-def _rotations(plan: RotationPlan, sizes: Geometry, given: torch.Tensor | None) -> dict[str, Rotation]:
-    """The maps of a plan by their names in :mod:`quarot.rotation.sites`; those switched off are left out."""
-    rotations: dict[str, Rotation] = {}
+def _rotations(plan: RotationPlan, sizes: Geometry, given: torch.Tensor | None) -> Rotations:
+    """The maps of a plan; those switched off are left out."""
+    rotations: Rotations = {}
     if plan.r1_hadamard is not None:
         rotations["r1"] = HadamardRotation(plan.r1_hadamard, before=random_signs(sizes.hidden, plan.seed))
     elif plan.r1 == "given":
@@ -106,6 +114,8 @@ def _rotations(plan: RotationPlan, sizes: Geometry, given: torch.Tensor | None) 
         rotations["head"] = HadamardRotation(plan.attn_out_input)
     if plan.mlp_out_input is not None:
         rotations["r4"] = HadamardRotation(plan.mlp_out_input)
+    if plan.expert_out_input is not None:
+        rotations["r4_expert"] = HadamardRotation(plan.expert_out_input)
     return rotations
 
 
@@ -125,53 +135,6 @@ def _untie(model: Any, record: Architecture) -> None:
     tied = getattr(model, "all_tied_weights_keys", None)
     if tied:
         tied.pop(f"{record.lm_head}.weight", None)
-
-
-def _named(rotations: dict[str, Rotation], place: str, slot: str) -> list[Rotation]:
-    return [rotations[name] for name in rotations_at(place, slot) if name in rotations]
-
-
-def _rotate_ends(
-    model: nn.Module, record: Architecture, rotations: dict[str, Rotation], device: torch.device | str | None
-) -> None:
-    """The embedding, whose rows are outputs, and the head with the final norm in front of it."""
-    embed, head, norm = (model.get_submodule(path) for path in (record.embed, record.lm_head, record.final_norm))
-    fold_weight(embed.weight, inputs=_named(rotations, "output", "embed"), device=device)
-    gain = norm_gain(norm, record.norm_gain_offset)
-    fold_weight(head.weight, gain=gain, inputs=_named(rotations, "input", "lm_head"), device=device)
-    neutralize_norm(norm, record.norm_gain_offset)
-
-
-def _rotate_layer(
-    layer: nn.Module,
-    record: Architecture,
-    sizes: Geometry,
-    rotations: dict[str, Rotation],
-    device: torch.device | str | None,
-) -> None:
-    norms = {"attn_in": layer.get_submodule(record.attn_norm), "mlp_in": layer.get_submodule(record.mlp_norm)}
-    for slot, projections in slots(record).items():
-        gain = norm_gain(norms[slot], record.norm_gain_offset) if slot in norms else None
-        for projection in projections:
-            if not has_submodule(layer, projection.path):
-                continue
-            linear = layer.get_submodule(projection.path)
-            outputs = [(rotation, slice(None)) for rotation in _named(rotations, "output", slot)]
-            if "v" in projection.parts:
-                rows = sizes.row_slice(projection, "v")
-                outputs += [(rotation, rows) for rotation in _named(rotations, "output", "v")]
-            inputs = _named(rotations, "input", slot)
-            fold_weight(linear.weight, linear.bias, gain=gain, inputs=inputs, outputs=outputs, device=device)
-    for norm in norms.values():
-        neutralize_norm(norm, record.norm_gain_offset)
-
-
-def _insert_online(layer: nn.Module, record: Architecture, plan: RotationPlan) -> None:
-    """Replace the layers whose input is rotated at run time."""
-    for path, spec in ((record.attn_out.path, plan.attn_out_input), (record.mlp_out.path, plan.mlp_out_input)):
-        if spec is not None and has_submodule(layer, path):
-            linear = cast(nn.Linear, layer.get_submodule(path))
-            layer.set_submodule(path, RotatedLinear.from_linear(linear, spec))
 
 
 def _record(model: Any, plan: RotationPlan, record: bool) -> None:

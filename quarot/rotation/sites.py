@@ -15,6 +15,7 @@ Reading along a path, outputs and activations push rotations and inputs pop them
 | ``head`` | heads (x) head_dim, or all of it | the online half of "Hadamard heads" |
 | ``r3`` | head_dim, each head | queries and keys after RoPE; cancels in the scores, so it touches no weight |
 | ``r4`` | intermediate | the input of the down projection |
+| ``r4_expert`` | intermediate of an expert | the input of each expert's down projection |
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ class Site:
     """One rotation in one place of one kind of layer.
 
     Attributes:
-        rotation: ``r1``, ``r2``, ``head`` or ``r4``.
+        rotation: ``r1``, ``r2``, ``head``, ``r4`` or ``r4_expert``.
         place: ``output``, ``activation`` or ``input`` (as its inverse).
-        slot: ``embed``, ``attn_in``, ``v`` (the value rows of ``attn_in``), ``attn_out``, ``mlp_in``, ``mlp_out`` or
-            ``lm_head``.
+        slot: ``embed``, ``attn_in``, ``v`` (the value rows of ``attn_in``), ``attn_out``, ``mlp_in``, ``mlp_out``,
+            ``router``, ``expert_in``, ``expert_out`` or ``lm_head``.
     """
 
     rotation: str
@@ -51,15 +52,22 @@ SITES: tuple[Site, ...] = (
     Site("r4", "activation", "mlp_out"),
     Site("r4", "input", "mlp_out"),
     Site("r1", "output", "mlp_out"),
+    Site("r1", "input", "router"),
+    Site("r1", "input", "expert_in"),
+    Site("r4_expert", "activation", "expert_out"),
+    Site("r4_expert", "input", "expert_out"),
+    Site("r1", "output", "expert_out"),
     Site("r1", "input", "lm_head"),
 )
 """In the order in which they are applied to a weight; a rotation that is switched off drops out of every site."""
 
-_WRITERS, _READERS = ("embed", "attn_out", "mlp_out"), ("attn_in", "mlp_in", "lm_head")
+_WRITERS = ("embed", "attn_out", "mlp_out", "expert_out")
+_READERS = ("attn_in", "mlp_in", "router", "expert_in", "lm_head")
 PATHS: tuple[tuple[str, str], ...] = (
     *((writer, reader) for writer in _WRITERS for reader in _READERS),
     ("v", "attn_out"),
     ("mlp_in", "mlp_out"),
+    ("expert_in", "expert_out"),
 )
 """Which slot reads what another has written, with no nonlinearity between that a rotation would not commute with."""
 
