@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from quarot.architectures import Architecture, Geometry, has_submodule
-from quarot.nn.expert_list import ExpertList
 from quarot.nn.rotated_linear import RotatedLinear
+from quarot.nn.split_experts import split_layer_experts
 from quarot.rotation.fold import fold_weight, neutralize_norm, norm_gain
 from quarot.rotation.orthogonal import Rotation
 from quarot.rotation.plan import RotationPlan
@@ -81,9 +81,5 @@ def insert_online(layer: nn.Module, record: Architecture, plan: RotationPlan) ->
         if spec is not None and has_submodule(layer, path):
             linear = cast(nn.Linear, layer.get_submodule(path))
             layer.set_submodule(path, RotatedLinear.from_linear(linear, spec))
-    place = record.experts
-    if plan.expert_out_input is not None and place is not None and has_submodule(layer, place.module):
-        experts = layer.get_submodule(place.module)
-        gate_up, down = experts.get_parameter(place.gate_up), experts.get_parameter(place.down)
-        listed = ExpertList.from_parameters(gate_up, down, experts.act_fn, plan.expert_out_input)
-        layer.set_submodule(place.module, listed.train(experts.training))
+    if plan.expert_out_input is not None:
+        split_layer_experts(layer, record, plan.expert_out_input)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from quarot.architectures import architecture_of, decoder_layers, linear_modules
@@ -84,3 +85,15 @@ def test_dense_layers_of_a_sparse_model_rotate_too(tiny_model: Callable[..., Any
     plan = rotate_model(model, progress=False)
     dense = [layer for _, layer in decoder_layers(model)][1]
     assert dense.mlp.down_proj.input_rotation == plan.mlp_out_input == HadamardSpec(192, 12, 16)
+
+
+@pytest.mark.parametrize("r4", [True, False])
+def test_saved_and_loaded_is_bit_equal(
+    moe_family: str, r4: bool, tiny_model: Callable[..., Any], token_ids: torch.Tensor, tmp_path: Any
+) -> None:
+    model = tiny_model(moe_family)
+    rotate_model(model, r4=r4, progress=False)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(again(token_ids).logits, model(token_ids).logits)

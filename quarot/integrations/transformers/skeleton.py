@@ -9,6 +9,7 @@ from quarot.architectures import linear_modules
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
+from quarot.nn.split_experts import split_experts
 from quarot.rotation.plan import RotationPlan
 from quarot.rotation.spec import HadamardSpec
 
@@ -22,7 +23,8 @@ def input_rotation(plan: RotationPlan | None, role: str) -> HadamardSpec | None:
     """The online transform in front of a linear layer of this role (:class:`quarot.architectures.Projection`)."""
     if plan is None:
         return None
-    return {"o": plan.attn_out_input, "down": plan.mlp_out_input}.get(role)
+    by_role = {"o": plan.attn_out_input, "down": plan.mlp_out_input, "expert_down": plan.expert_out_input}
+    return by_role.get(role)
 
 
 def prepare(model: nn.Module, config: QuarotConfig, dtype: torch.dtype | None = None) -> None:
@@ -37,6 +39,8 @@ def prepare(model: nn.Module, config: QuarotConfig, dtype: torch.dtype | None = 
         NotImplementedError: a model family quarot does not know.
     """
     plan = plan_of(config)
+    if min(config.w_bits, config.a_bits) < 16 or (plan is not None and plan.expert_out_input is not None):
+        split_experts(model)
     for name, linear, role in list(linear_modules(model)):
         replacement = _replacement(name, linear, config, input_rotation(plan, role), dtype)
         if replacement is not None:
