@@ -218,7 +218,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.readme:
         write_readme()
-        for name, marker, content in (("benchmarks", "speed", speed_tables()), ("accuracy", "accuracy", accuracy_table())):
+        tables = (("benchmarks", "speed", speed_tables()), ("accuracy", "accuracy", accuracy_table()))
+        for name, marker, content in tables:
             page = ROOT / "docs" / f"{name}.md"
             page.write_text(fill(page.read_text(encoding="utf-8"), marker, content), encoding="utf-8")
         print("README.md, docs/benchmarks.md and docs/accuracy.md written")

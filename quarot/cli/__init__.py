@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import quarot
 
-COMMANDS = ("quantize", "eval", "generate", "demo", "bench", "plot", "info", "doctor")
+COMMANDS = ("quantize", "eval", "generate", "demo", "reproduce", "bench", "plot", "info", "doctor")
 _MODULES = {"eval": "evaluate"}
 
 
