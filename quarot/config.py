@@ -48,6 +48,10 @@ class QuarotConfig(QuantizationConfigMixin):
         gptq_weighted_clip: weigh the clip search by the Hessian's diagonal.
         a_clip_search: choose the clip ratio of each layer's input by its output error on the calibration windows,
             instead of ``a_clip`` everywhere; the ratios found are stored as ``overrides``.
+        tune_steps: steps of distillation from the full-precision model once everything is quantised (:mod:`quarot.tuning`);
+            0 for none (the paper).
+        tune_learning_rate: of the weights, in steps of their grid.
+        tune_batch_size: calibration windows in each step.
     """
 
     quant_method: str = "quarot"  # type: ignore[assignment]
@@ -77,6 +81,9 @@ class QuarotConfig(QuantizationConfigMixin):
     gptq_asymmetric: bool = False
     gptq_weighted_clip: bool = False
     a_clip_search: bool = False
+    tune_steps: int = 0
+    tune_learning_rate: float = 0.002
+    tune_batch_size: int = 8
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", list(self.ignore))
@@ -92,13 +99,25 @@ class QuarotConfig(QuantizationConfigMixin):
         for name in ("w_group_size", "a_group_size"):
             if getattr(self, name) is not None:
                 self._positive(name)
-        for name in ("kv_group_size", "gptq_block_size", "calibration_samples", "calibration_length", "format_version"):
+        if not isinstance(self.tune_steps, int) or self.tune_steps < 0:
+            raise ValueError(f"tune_steps={self.tune_steps!r} must be an integer, 0 or more")
+        self._in_range("tune_learning_rate", 0.0, 1.0)
+        for name in (
+            "kv_group_size",
+            "gptq_block_size",
+            "tune_batch_size",
+            "calibration_samples",
+            "calibration_length",
+            "format_version",
+        ):
             self._positive(name)
         for pattern, values in self.overrides.items():
             self._compile(pattern)
             unknown = sorted(set(values) - set(_OVERRIDABLE))
             if unknown:
-                raise ValueError(f"overrides[{pattern!r}]: {unknown} cannot be overridden; choose from {list(_OVERRIDABLE)}")
+                raise ValueError(
+                    f"overrides[{pattern!r}]: {unknown} cannot be overridden; choose from {list(_OVERRIDABLE)}"
+                )
             dataclasses.replace(self, overrides={}, **values)
         for entry in self.ignore:
             if entry.startswith("re:"):

@@ -14,6 +14,7 @@ import logging
 
 import torch
 
+from quarot.quantization.gptq_block import rounder
 from quarot.quantization.grid import Grid, QuantizedWeight, as_groups, find_grid
 from quarot.quantization.rtn import finished
 
@@ -34,6 +35,7 @@ def quantize_gptq(
     act_order: bool = False,
     block_size: int = 128,
     weigh_search: bool = False,
+    latent: torch.Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedWeight:
     """Codes and scales of a weight [N, K] for inputs of second moment ``hessian`` [K, K].
@@ -48,6 +50,8 @@ def quantize_gptq(
         act_order: round the columns in the order of falling diagonal of H. Codes come back in the original order.
         block_size: columns between two updates of everything behind them (speed, not results).
         weigh_search: weigh the clip search by the diagonal of H instead of uniformly.
+        latent: fp32 [N, K], filled with the weights as they were when they were rounded, in units of their scale (with
+            the zero added): where tuning starts from.
         name: of the layer, for messages.
 
     Inputs that calibration never saw active (zero diagonal) are rounded to nearest, influence nothing, and do not count
@@ -78,8 +82,7 @@ def quantize_gptq(
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
     if order is not None:
         weight, hessian = weight[:, order], hessian[order][:, order]
-    group_of = torch.arange(k, device=weight.device) if order is None else order
-    column_group = (group_of // size).tolist()
+    column_group = (torch.arange(k, device=weight.device) if order is None else order) // size
     upper = inverse_factor(hessian, damping, name)
 
     codes = torch.empty_like(weight)
@@ -93,39 +96,22 @@ def quantize_gptq(
                 grid.scale[:, start // size] = fresh.scale[:, 0]
                 if grid.zero is not None and fresh.zero is not None:
                     grid.zero[:, start // size] = fresh.zero[:, 0]
-        errors = _round_block(weight, codes, upper, grid, column_group, start, end)
-        weight[:, end:] -= errors @ upper[start:end, end:]
+        columns = column_group[start:end]
+        scale, zero = grid.scale[:, columns].T, None if grid.zero is None else grid.zero[:, columns].T
+        rounded = rounder(end - start, weight.shape[0], bits, symmetric, weight.device)
+        block, errors, before = rounded(weight[:, start:end].T, upper[start:end, start:end], scale, zero)
+        codes[:, start:end] = block.T
+        if latent is not None:
+            exact = before if zero is None else before + zero * scale
+            latent[:, start:end] = torch.where(scale > 0, exact / scale, 0.0).T
+        weight[:, end:] -= errors.T @ upper[start:end, end:]
         start = end
     if order is not None:
-        codes = codes[:, torch.argsort(order)]
+        back = torch.argsort(order)
+        codes = codes[:, back]
+        if latent is not None:
+            latent.copy_(latent[:, back])
     return finished(codes, grid)
-
-
-def _round_block(
-    weight: torch.Tensor,
-    codes: torch.Tensor,
-    upper: torch.Tensor,
-    grid: Grid,
-    column_group: list[int],
-    start: int,
-    end: int,
-) -> torch.Tensor:
-    """Round the columns start..end-1 of ``weight`` into ``codes``; returns their errors [N, end - start].
-
-    Works on a transposed copy, so that the columns it walks are contiguous; no step waits for the device.
-    """
-    block = weight[:, start:end].T.contiguous()
-    errors = torch.empty_like(block)
-    factor = upper[start:end, start:end]
-    inverse_diagonal = factor.diagonal().reciprocal()[:, None]
-    for i in range(end - start):
-        column = block[i]
-        group = grid.column(column_group[start + i])
-        code = group.encode(column[:, None])
-        codes[:, start + i] = code[:, 0]
-        torch.mul(column - group.decode(code)[:, 0], inverse_diagonal[i], out=errors[i])
-        block[i + 1 :].addr_(factor[i, i + 1 :], errors[i], alpha=-1)
-    return errors.T
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") -> torch.Tensor:

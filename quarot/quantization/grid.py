@@ -39,14 +39,6 @@ class Grid(NamedTuple):
     zero: torch.Tensor | None
     bits: int
 
-    def column(self, group: int) -> Grid:
-        """The grid of one group, [N, 1]."""
-        return self.columns(group, group + 1)
-
-    def columns(self, start: int, end: int) -> Grid:
-        """The grid of the groups ``start .. end - 1``."""
-        return Grid(self.scale[:, start:end], None if self.zero is None else self.zero[:, start:end], self.bits)
-
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Codes (as fp32) of ``values`` [N, ...] that broadcast against [N, G]."""
         codes = torch.where(self.scale > 0, values / self.scale, 0.0).round_()

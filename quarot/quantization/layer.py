@@ -17,6 +17,7 @@ from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.quantization.gptq import check_finite, quantize_gptq
 from quarot.quantization.grid import QuantizedWeight
+from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rtn import quantize_rtn
 from quarot.quantization.stages import Stage, same_grid, stages
 from quarot.quantization.target import target_weight
@@ -55,6 +56,7 @@ class LayerQuantizer:
         self.inputs, self.reference = inputs, reference
         self.results: dict[str, QuantizedWeight] = {}
         self.clips: dict[str, float] = {}
+        self.latents: dict[str, torch.Tensor] = {}
         for path in configs:
             check_finite(linear_weight(layer.get_submodule(path)), None, f"{name}.{path}")
         self.original = copy.deepcopy(layer) if reference is not None else None
@@ -74,12 +76,19 @@ class LayerQuantizer:
             for part in same_grid(weighted, self.configs):
                 self._quantize_part(part, moments)
 
-    def adopt(self, results: dict[str, QuantizedWeight], clips: dict[str, float]) -> None:
-        """Take finished codes (of an interrupted run) instead of computing them."""
-        for path, clip in clips.items():
+    def adopt(self, finished: FinishedLayer) -> None:
+        """Take the codes of an interrupted run instead of computing them."""
+        for path, clip in finished.clips.items():
             self._set_clip(path, clip)
-        for path, result in results.items():
-            self._finish(path, result)
+        for path, result in finished.results.items():
+            device = self.observed[path].matrix.device
+            self._finish(path, QuantizedWeight(*(None if t is None else t.to(device) for t in result)))
+        self.latents = finished.latents
+
+    @property
+    def finished(self) -> FinishedLayer:
+        """What a later run would need."""
+        return FinishedLayer(self.results, self.clips, self.latents)
 
     def advance(self) -> None:
         """Move the hidden states behind this layer."""
@@ -105,12 +114,14 @@ class LayerQuantizer:
             "group_size": config.w_group_size,
             "search": config.w_clip,
         }
+        latent: torch.Tensor | None = None
         if config.w_method == "rtn" or moments is None:
             result = quantize_rtn(weight, config.w_bits, **grid)
         else:
             if self.original is not None:
                 residual = moments.cross("residual") if part[0] in self._writers else None
                 weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
+            latent = torch.empty_like(weight) if config.tune_steps else None
             result = quantize_gptq(
                 weight,
                 moments.hessian,
@@ -120,14 +131,15 @@ class LayerQuantizer:
                 act_order=config.gptq_act_order,
                 block_size=config.gptq_block_size,
                 weigh_search=config.gptq_weighted_clip,
+                latent=latent,
                 name=name,
             )
         rows = [w.shape[0] for w in weights]
-        zeros = (None,) * len(part) if result.zero is None else result.zero.split(rows)
-        for path, codes, scale, zero in zip(
-            part, result.codes.split(rows), result.scale.split(rows), zeros, strict=True
-        ):
+        split = [(None,) * len(part) if tensor is None else tensor.split(rows) for tensor in (*result, latent)]
+        for path, codes, scale, zero, before in zip(part, *split, strict=True):
             self._finish(path, QuantizedWeight(codes, scale, zero))
+            if before is not None:
+                self.latents[path] = before
 
     def _finish(self, path: str, result: QuantizedWeight) -> None:
         observed = self.observed[path]

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -22,6 +23,14 @@ from quarot.config import QuarotConfig
 from quarot.quantization.grid import QuantizedWeight
 
 _SAMPLED = 4096
+
+
+class FinishedLayer(NamedTuple):
+    """What a decoder layer became, by path inside it: codes, searched activation clips, and weights before rounding."""
+
+    results: dict[str, QuantizedWeight]
+    clips: dict[str, float]
+    latents: dict[str, torch.Tensor]
 
 
 class ProgressStore:
@@ -51,8 +60,8 @@ class ProgressStore:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
-    def load(self, name: str) -> tuple[dict[str, QuantizedWeight], dict[str, float]] | None:
-        """Codes and activation clips by path of the layer of that name, or None when it is not finished."""
+    def load(self, name: str) -> FinishedLayer | None:
+        """The layer of that name, or None when it is not finished."""
         if not self._path(name).exists():
             return None
         with safe_open(self._path(name), framework="pt") as file:
@@ -63,18 +72,17 @@ class ProgressStore:
             path: QuantizedWeight(tensors[f"{path}:codes"], tensors[f"{path}:scale"], tensors.get(f"{path}:zero"))
             for path in paths
         }
-        return results, clips
+        latents = {path: tensors[f"{path}:latent"] for path in paths if f"{path}:latent" in tensors}
+        return FinishedLayer(results, clips, latents)
 
-    def save(self, name: str, results: dict[str, QuantizedWeight], clips: dict[str, float]) -> None:
+    def save(self, name: str, layer: FinishedLayer) -> None:
         """Write one finished layer."""
-        tensors = {
-            f"{path}:{key}": tensor.cpu().contiguous()
-            for path, result in results.items()
-            for key, tensor in result._asdict().items()
-            if tensor is not None
-        }
+        tensors = {f"{path}:latent": latent for path, latent in layer.latents.items()}
+        for path, result in layer.results.items():
+            tensors |= {f"{path}:{key}": tensor for key, tensor in result._asdict().items() if tensor is not None}
+        tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
         temporary = self._path(name).with_suffix(".tmp")
-        save_file(tensors, temporary, metadata={"clips": json.dumps(clips)})
+        save_file(tensors, temporary, metadata={"clips": json.dumps(layer.clips)})
         os.replace(temporary, self._path(name))
 
 

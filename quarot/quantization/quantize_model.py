@@ -8,21 +8,18 @@ import re
 from typing import Any
 
 import torch
-from torch import nn
 
-from quarot.architectures import Architecture, architecture_of, decoder_layers, linear_modules
+from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
-from quarot.calibration.moments import Moments
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
-from quarot.nn.quant_linear import QuantLinear, linear_weight
-from quarot.nn.rotated_linear import RotatedLinear
 from quarot.progress import progress_bar
-from quarot.quantization.fit import check_fits
-from quarot.quantization.gptq import check_finite, quantize_gptq
+from quarot.quantization.gptq_block import forget_rounders
+from quarot.quantization.head import quantize_head
 from quarot.quantization.layer import LayerQuantizer
+from quarot.quantization.presets import preset_fields
 from quarot.quantization.progress_store import ProgressStore, fingerprint
-from quarot.quantization.rtn import quantize_rtn
+from quarot.quantization.selection import selected
 
 logger = logging.getLogger("quarot")
 
@@ -33,6 +30,7 @@ def quantize_model(
     *,
     tokenizer: Any = None,
     calibration: Any = None,
+    preset: str | None = None,
     progress: bool = True,
     resume_dir: str | os.PathLike[str] | None = None,
     device: torch.device | str | None = None,
@@ -43,6 +41,8 @@ def quantize_model(
     Args:
         model: a transformers model of a supported family, normally after :func:`quarot.rotate_model`.
         config: settings; ``fields`` override single ones of it (``quantize_model(model, w_bits=8, a_bits=8)``).
+        preset: ``"best"`` switches on what lowers the error without any cost at run time
+            (:data:`quarot.quantization.presets.PRESETS`); ``fields`` come after it.
         tokenizer: for calibration text.
         calibration: text, texts, a path, a ``datasets`` dataset, or token ids
             (:func:`quarot.calibration.windows.calibration_windows`); not needed for RTN.
@@ -56,7 +56,7 @@ def quantize_model(
         The same model.
 
     Memory beyond the model: one set of hidden states (windows x length x hidden, in the model's dtype) and the
-    statistics of one layer. GPTQ follows the data: q, k, v; then o on inputs that come from quantised q, k, v; then
+    statistics of one layer; more only with ``tune_steps`` (:mod:`quarot.tuning.tune`). GPTQ follows the data: q, k, v; then o on inputs that come from quantised q, k, v; then
     gate, up; then down. Each sees its input after the online rotations.
 
     Raises:
@@ -66,49 +66,66 @@ def quantize_model(
             the NaN case.
     """
     record = architecture_of(model)
-    config = (config or QuarotConfig()).replace(**fields)
+    config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
     config = config.replace(rotation=_rotation_of(model, config))
-    configs = _configs(model, record, config)
-    gptq = [name for name, c in configs.items() if c.w_bits < 16 and c.w_method == "gptq"]
-    calibrated = gptq or [name for name, c in configs.items() if c.a_bits < 16 and c.a_clip_search]
-    windows = None
-    if calibrated:
-        if calibration is None:
-            raise ValueError(
-                "GPTQ and activation clip search need calibration text: pass calibration= (and tokenizer=),"
-                " or quantise without it (w_method='rtn')"
-            )
-        samples, length = config.calibration_samples, config.calibration_length
-        windows = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)
+    configs = selected(model, record, config)
+    windows = _windows(configs, config, calibration, tokenizer)
     store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(model, config, windows))
+    where = None if device is None else torch.device(device)
     training = model.training
     model.eval()
-    where = None if device is None else torch.device(device)
-    clips = _quantize_layers(model, record, configs, windows, store, config, where, progress)
+    if config.tune_steps and windows is not None and configs:
+        clips = _quantize_and_tune(model, configs, windows, store, config, where, progress)
+    else:
+        clips = _quantize_layers(model, configs, windows, store, config, where, progress)[0]
     model.train(training)
-    for name, clip in clips.items():
-        config = config.replace(overrides={**config.overrides, re.escape(name): _override(config, name, clip)})
+    forget_rounders()
+    overrides = {
+        re.escape(name): {**config.overrides.get(re.escape(name), {}), "a_clip": c} for name, c in clips.items()
+    }
+    config = config.replace(overrides={**config.overrides, **overrides})
     from quarot.integrations.transformers import attach
 
     attach(model, config)
     return model
 
 
+def _windows(
+    configs: dict[str, QuarotConfig], config: QuarotConfig, calibration: Any, tokenizer: Any
+) -> torch.Tensor | None:
+    """The calibration windows, or None when no layer needs any."""
+    needed = {
+        "GPTQ": any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()),
+        "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
+        "tuning": bool(config.tune_steps and configs),
+    }
+    names = [name for name, is_needed in needed.items() if is_needed]
+    if not names:
+        return None
+    if calibration is None:
+        raise ValueError(
+            f"{' and '.join(names)} need calibration text: pass calibration= (and tokenizer=), or quantise without it"
+            f" (w_method='rtn', a_clip_search=False, tune_steps=0)"
+        )
+    samples, length = config.calibration_samples, config.calibration_length
+    return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)
+
+
 def _quantize_layers(
     model: Any,
-    record: Architecture,
     configs: dict[str, QuarotConfig],
     windows: torch.Tensor | None,
     store: ProgressStore | None,
     config: QuarotConfig,
     device: torch.device | None,
     progress: bool,
-) -> dict[str, float]:
-    """Quantise every layer; returns the activation clips that were searched, by module name."""
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """Quantise every layer; returns the searched activation clips and the weights before rounding, by module name."""
+    record = architecture_of(model)
     inputs = None if windows is None else LayerInputs(model, windows, device)
-    asymmetric = inputs is not None and config.gptq_asymmetric
-    reference = inputs.copy() if inputs is not None and asymmetric else None
+    reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None
     clips: dict[str, float] = {}
+    latents: dict[str, torch.Tensor] = {}
     layers = list(decoder_layers(model))
     for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
         prefix = name + "."
@@ -116,77 +133,46 @@ def _quantize_layers(
         home = next(layer.parameters()).device
         layer.to(device or home)
         work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
-        found = None if store is None else store.load(name)
-        if found is not None:
-            work.adopt(*found)
+        finished = None if store is None else store.load(name)
+        if finished is not None:
+            work.adopt(finished)
         else:
             work.quantize()
             if store is not None:
-                store.save(name, work.results, work.clips)
+                store.save(name, work.finished)
         if index + 1 < len(layers) or record.lm_head in configs:
             work.advance()
         work.install()
         layer.to(home)
-        clips.update({prefix + path: clip for path, clip in work.clips.items()})
+        clips |= {prefix + path: clip for path, clip in work.clips.items()}
+        latents |= {prefix + path: latent for path, latent in work.latents.items()}
     if record.lm_head in configs:
-        _quantize_head(model, record, configs[record.lm_head], inputs, device)
+        quantize_head(model, record, configs[record.lm_head], inputs, device)
+    return clips, latents
+
+
+def _quantize_and_tune(
+    model: Any,
+    configs: dict[str, QuarotConfig],
+    windows: torch.Tensor,
+    store: ProgressStore | None,
+    config: QuarotConfig,
+    device: torch.device | None,
+    progress: bool,
+) -> dict[str, float]:
+    """Quantise, then distil from the model as it was; the whole model is on ``device`` meanwhile."""
+    from quarot.tuning.tune import final_states, tune
+
+    homes = {parameter.device for parameter in model.parameters()}
+    if len(homes) > 1:
+        raise ValueError(f"tuning needs the model on one device, not on {sorted(map(str, homes))}; or set tune_steps=0")
+    home = homes.pop()
+    model.to(device or home)
+    targets = final_states(model, windows, config.tune_batch_size)
+    clips, latents = _quantize_layers(model, configs, windows, store, config, device, progress)
+    clips |= tune(model, config, windows, targets, latents, progress)
+    model.to(home)
     return clips
-
-
-def _quantize_head(
-    model: Any, record: Architecture, config: QuarotConfig, inputs: LayerInputs | None, device: torch.device | None
-) -> None:
-    """Quantise ``lm_head`` on the output of the final norm."""
-    head = model.get_submodule(record.lm_head)
-    weight = linear_weight(head).detach()
-    check_finite(weight, None, record.lm_head)
-    grid: dict[str, Any] = {"symmetric": config.w_symmetric, "group_size": config.w_group_size, "search": config.w_clip}
-    parts: Any = (None, None, None)
-    if config.w_bits < 16 and config.w_method == "gptq" and inputs is not None:
-        moments, norm = Moments(), model.get_submodule(record.final_norm)
-        for hidden in inputs.steps:
-            with torch.no_grad():
-                moments.add(norm(hidden.to(next(norm.parameters()).device)))
-        hessian = moments.hessian.to(device or weight.device)
-        weight = weight.to(hessian.device)
-        parts = quantize_gptq(weight, hessian, config.w_bits, **grid, damping=config.gptq_damping, name=record.lm_head)
-    elif config.w_bits < 16:
-        parts = quantize_rtn(weight.to(device or weight.device), config.w_bits, **grid)
-    model.set_submodule(record.lm_head, QuantLinear.from_linear(head, config, *parts))
-
-
-def _configs(model: nn.Module, record: Architecture, config: QuarotConfig) -> dict[str, QuarotConfig]:
-    """The settings of every linear layer that is to be quantised, by name; all checks that need no data."""
-    if record.experts is not None:
-        raise NotImplementedError(f"{record.family}: experts cannot be quantised yet; dense models of this library can")
-    configs = {}
-    for name, module, _ in linear_modules(model):
-        if isinstance(module, QuantLinear):
-            raise ValueError(f"{name} is quantised already; quantize_model needs the full-precision model")
-        chosen = config.for_module(name)
-        if config.ignores(name) or chosen.w_bits == chosen.a_bits == 16:
-            continue
-        if not isinstance(module, (nn.Linear, RotatedLinear)):
-            raise ValueError(
-                f"{name} is a {type(module).__name__}, which cannot be quantised; load the model unquantised"
-            )
-        weight = linear_weight(module)
-        if weight.is_meta:
-            raise ValueError(
-                f"{name} is offloaded (a meta tensor); load the model without disk or CPU offload, and use device="
-            )
-        check_fits(name, weight.shape[1], chosen)
-        configs[name] = chosen
-    if record.lm_head in configs and _is_tied(model, record):
-        raise ValueError(
-            f"{record.lm_head} shares its weight with the embedding; rotate_model unties them, or ignore it"
-        )
-    return configs
-
-
-def _is_tied(model: nn.Module, record: Architecture) -> bool:
-    embedding, head = model.get_submodule(record.embed), model.get_submodule(record.lm_head)
-    return linear_weight(head) is linear_weight(embedding)
 
 
 def _rotation_of(model: Any, config: QuarotConfig) -> dict[str, Any] | None:
@@ -199,8 +185,3 @@ def _rotation_of(model: Any, config: QuarotConfig) -> dict[str, Any] | None:
     if config.rotation is None:
         logger.warning("the model is not rotated: call quarot.rotate_model first (4-bit activations need it)")
     return config.rotation
-
-
-def _override(config: QuarotConfig, name: str, clip: float) -> dict[str, Any]:
-    """What the module's overrides are once its searched clip is added (a later entry of ``overrides`` wins)."""
-    return {**config.overrides.get(re.escape(name), {}), "a_clip": clip}

@@ -1,0 +1,46 @@
+"""Which linear layers of a model are quantised, and every refusal that needs no data."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from quarot.architectures import Architecture, linear_modules
+from quarot.config import QuarotConfig
+from quarot.nn.quant_linear import QuantLinear, linear_weight
+from quarot.nn.rotated_linear import RotatedLinear
+from quarot.quantization.fit import check_fits
+
+
+def selected(model: nn.Module, record: Architecture, config: QuarotConfig) -> dict[str, QuarotConfig]:
+    """The settings of every linear layer to quantise, by name in the model.
+
+    Raises:
+        NotImplementedError: the family has experts.
+        ValueError: a layer is quantised already, is of a foreign kind, is offloaded, or does not fit its settings; or
+            the head is to be quantised while it shares its weight with the embedding.
+    """
+    if record.experts is not None:
+        raise NotImplementedError(f"{record.family}: experts cannot be quantised yet; dense models of this library can")
+    chosen = {}
+    for name, module, _ in linear_modules(model):
+        own = config.for_module(name)
+        if isinstance(module, QuantLinear):
+            raise ValueError(f"{name} is quantised already; quantize_model needs the full-precision model")
+        if config.ignores(name) or own.w_bits == own.a_bits == 16:
+            continue
+        if not isinstance(module, (nn.Linear, RotatedLinear)):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which cannot be quantised; load the model unquantised"
+            )
+        weight = linear_weight(module)
+        if weight.is_meta:
+            raise ValueError(f"{name} is offloaded (a meta tensor); load the whole model into memory, and use device=")
+        check_fits(name, weight.shape[1], own)
+        chosen[name] = own
+    if record.lm_head in chosen and linear_weight(model.get_submodule(record.lm_head)) is linear_weight(
+        model.get_submodule(record.embed)
+    ):
+        raise ValueError(
+            f"{record.lm_head} shares its weight with the embedding; rotate_model unties them, or ignore it"
+        )
+    return chosen

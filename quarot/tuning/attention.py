@@ -1,0 +1,58 @@
+"""The attention function ``"quarot_tuning"``: keys and values quantised as the cache does, with gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import AttentionInterface
+
+from quarot.architectures import architecture_of, decoder_layers
+from quarot.config import QuarotConfig
+from quarot.nn.kv_format import KVFormat, dividing_group
+from quarot.tuning.straight_through import quantize_cache
+from quarot.tuning.transform import transform
+
+NAME = "quarot_tuning"
+
+
+def tuning_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention of whole windows: query [B, Hq, T, D], key and value [B, Hkv, T, D] -> ([B, T, Hq, D], None)."""
+    cache: KVFormat = module.quarot_tuning_format  # type: ignore[assignment]
+    group = dividing_group(key.shape[-1], cache.group)
+    if cache.rotate[1]:
+        query, key = transform(query, cache.rotation), transform(key, cache.rotation)
+    key = quantize_cache(key, cache.key_bits, cache.clip, group)
+    value = quantize_cache(value, cache.value_bits, cache.clip, group)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+@contextmanager
+def quantized_attention(model: Any, config: QuarotConfig) -> Iterator[None]:
+    """Let the model attend to keys and values as ``config`` quantises them, inside the ``with`` block."""
+    AttentionInterface.register(NAME, tuning_attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    record, cache = architecture_of(model), KVFormat.from_config(config)
+    attentions = [layer.get_submodule(record.attention) for _, layer in decoder_layers(model)]
+    for attention in attentions:
+        attention.quarot_tuning_format = cache  # type: ignore[assignment]
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+        for attention in attentions:
+            del attention.quarot_tuning_format

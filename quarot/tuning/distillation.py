@@ -1,0 +1,49 @@
+"""The loss: how far the quantised model's next-token distribution is from the full-precision one's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+_ROWS = 4096
+
+
+class _HeadDivergence(torch.autograd.Function):
+    """Mean over rows of KL(teacher || student) through a frozen head; logits exist for ``_ROWS`` rows at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        total = torch.zeros((), device=student.device)
+        gradient = torch.empty_like(student, dtype=torch.float32)
+        for start in range(0, student.shape[0], _ROWS):
+            part = slice(start, start + _ROWS)
+            own = F.log_softmax(F.linear(student[part].to(head.dtype), head).float() / scaling, -1)
+            target = F.log_softmax(F.linear(teacher[part].to(head.dtype), head).float() / scaling, -1)
+            wanted = target.exp()
+            total += (wanted * (target - own)).sum()
+            gradient[part] = (own.exp_() - wanted).to(head.dtype) @ head
+        ctx.save_for_backward(gradient.div_(student.shape[0] * scaling))
+        ctx.dtype = student.dtype
+        return total / student.shape[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return (ctx.saved_tensors[0] * gradients[0]).to(ctx.dtype), None, None, None
+
+
+def head_divergence(
+    student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, scaling: float = 1.0
+) -> torch.Tensor:
+    """Mean KL divergence of next-token distributions, in nats.
+
+    Args:
+        student, teacher: [..., hidden], outputs of the final norm; gradients flow to ``student`` only.
+        head: [vocabulary, hidden], in the dtype its products are to be computed in.
+        scaling: logits are divided by it (Granite).
+    """
+    flat = student.reshape(-1, student.shape[-1])
+    return _HeadDivergence.apply(flat, teacher.reshape(flat.shape), head, scaling)  # type: ignore[no-untyped-call,no-any-return]

@@ -1,0 +1,124 @@
+"""One training loop for everything that is learned by distillation: Adam, a short warm-up, half a cosine to zero.
+
+On a GPU the whole step (forward, backward, update) is recorded into one CUDA graph and replayed: a model of a few
+hundred kernels a layer is otherwise bound by the launches. Where recording fails the loop runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quarot.progress import progress_bar
+
+logger = logging.getLogger("quarot")
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""From token ids [B, T] and targets [B, T, hidden] to a scalar."""
+
+_WARM_UP = 0.05
+_BETAS = (0.9, 0.99)
+_EAGER_STEPS = 2
+
+
+def optimize(
+    loss_of: Loss,
+    groups: list[dict[str, Any]],
+    windows: Tensor,
+    targets: Tensor,
+    *,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    description: str,
+    progress: bool = True,
+) -> list[float]:
+    """Minimise the mean of ``loss_of`` over the windows; returns the loss of every step.
+
+    Args:
+        loss_of: the loss of a batch.
+        groups: Adam's parameter groups, each with its peak learning rate ``base``.
+        windows: int64 [W, T]; every window is drawn once before any is drawn again.
+        targets: [W, T, hidden], on any device.
+        steps, batch_size, seed: length of the training, windows a step, order of the windows.
+
+    Raises:
+        FloatingPointError: the loss is not finite.
+    """
+    device = groups[0]["params"][0].device
+    batch_size = min(batch_size, len(windows))
+    graphed = device.type == "cuda"
+    for group in groups:
+        # A rate that lives on the device can change under a recorded step.
+        group["lr"] = torch.zeros((), device=device) if graphed else 0.0
+    optimizer = torch.optim.Adam(groups, betas=_BETAS, capturable=graphed, fused=graphed)
+    ids, wanted = windows[:batch_size].to(device), targets[:batch_size].to(device)
+
+    def step() -> Tensor:
+        loss = loss_of(ids, wanted)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return loss.detach()
+
+    def eager() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        return step()
+
+    run = _recorded(step, optimizer) if graphed and steps > _EAGER_STEPS else None
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    losses: list[Tensor] = []
+    for index in progress_bar(range(steps), description, progress, steps):
+        if len(order) < batch_size:
+            order += torch.randperm(len(windows), generator=generator).tolist()
+        chosen, order = order[:batch_size], order[batch_size:]
+        ids.copy_(windows[chosen])
+        wanted.copy_(targets[chosen])
+        _set_rates(optimizer, index, steps)
+        losses.append((run or eager)().clone())
+    optimizer.zero_grad(set_to_none=True)
+    found = torch.stack(losses).tolist() if losses else []
+    if not all(math.isfinite(loss) for loss in found):
+        raise FloatingPointError(f"{description}: the loss is not finite; lower the learning rate")
+    return found
+
+
+def _recorded(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor] | None:
+    """The step as a CUDA graph; None, with a warning, when it cannot be recorded."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(_EAGER_STEPS):  # at a learning rate of zero: allocates what a graph may not
+            optimizer.zero_grad(set_to_none=True)
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    optimizer.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            loss = step()
+    except Exception as error:
+        torch.cuda.synchronize()
+        logger.warning("a training step cannot be recorded as a CUDA graph (%s); it runs eagerly", error)
+        return None
+
+    def replay() -> Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def _set_rates(optimizer: torch.optim.Optimizer, index: int, steps: int) -> None:
+    warm = max(1, round(_WARM_UP * steps))
+    factor = min(1.0, (index + 1) / warm) * 0.5 * (1 + math.cos(math.pi * index / steps))
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(group["base"] * factor)
+        else:
+            group["lr"] = group["base"] * factor

@@ -1,0 +1,138 @@
+"""Learning the codes: the quantised model is distilled from its full-precision self on the calibration windows.
+
+GPTQ minimises the error of one layer's output at a time. Here all layers move together, against what counts: the
+divergence of the model's next-token distribution from that of the full-precision model, with every quantiser of the
+run-time path in place (weights, activations, keys and values). What is learned is what is stored anyway (codes, scales,
+one clip ratio per layer input), so nothing changes at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from quarot.architectures import architecture_of, decoder_layers
+from quarot.config import QuarotConfig
+from quarot.nn.quant_linear import QuantLinear, linear_weight
+from quarot.quantization.stages import stages
+from quarot.tuning.attention import quantized_attention
+from quarot.tuning.distillation import head_divergence
+from quarot.tuning.optimize import optimize
+from quarot.tuning.trainable_linear import TrainableLinear
+
+
+@torch.no_grad()
+def final_states(model: Any, windows: torch.Tensor, batch_size: int) -> torch.Tensor:
+    """Outputs of the final norm for windows [W, T]: [W, T, hidden], bfloat16 on a GPU."""
+    device = model.get_input_embeddings().weight.device
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.cat([_states(model, ids.to(device)).to(kind) for ids in windows.split(batch_size)])
+
+
+def tune(
+    model: Any,
+    config: QuarotConfig,
+    windows: torch.Tensor,
+    targets: torch.Tensor,
+    latents: dict[str, torch.Tensor] | None = None,
+    progress: bool = True,
+) -> dict[str, float]:
+    """Train a quantised model towards ``targets``, in place.
+
+    Args:
+        model: with ``QuantLinear`` modules, all on one device.
+        config: bits of the cache, and the ``tune_*`` fields.
+        windows: int64 [W, T].
+        targets: :func:`final_states` of the full-precision model for the same windows.
+        latents: by module name, weights in units of their scale before they were rounded; codes where absent.
+        progress: show a progress bar.
+
+    Returns:
+        The activation clip ratio of every tuned module, by name.
+
+    Memory: 16 bytes a weight (latent, gradient, Adam's moments) beyond the model, and the activations of
+    ``tune_batch_size`` windows through all layers. On a GPU matmuls run in bfloat16; quantisers always in float32.
+
+    Raises:
+        FloatingPointError: the loss is not finite. The model keeps what was learned until then.
+    """
+    device = model.get_input_embeddings().weight.device
+    half = device.type == "cuda"
+    head = linear_weight(model.get_submodule(architecture_of(model).lm_head)).detach()
+    head = head.to(torch.bfloat16 if half else torch.float32)
+    scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
+
+    def divergence(ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            states = _states(model, ids)
+        return head_divergence(states, wanted, head, scaling)
+
+    with _frozen(model), _trainable(model, latents or {}) as layers, quantized_attention(model, config):
+        optimize(
+            divergence,
+            _parameter_groups(list(layers.values()), config.tune_learning_rate),
+            windows,
+            targets,
+            steps=config.tune_steps,
+            batch_size=config.tune_batch_size,
+            seed=config.seed,
+            description="tuning",
+            progress=progress,
+        )
+    return {name: layer.source.a_clip for name, layer in layers.items() if layer.source.a_bits < 16}
+
+
+def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    body = model.get_submodule(architecture_of(model).layers.rpartition(".")[0])
+    return body(input_ids=ids, use_cache=False).last_hidden_state
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients for what the model has already (embeddings, norms)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+
+@contextmanager
+def _trainable(model: nn.Module, latents: dict[str, torch.Tensor]) -> Iterator[dict[str, TrainableLinear]]:
+    """Trainable layers in place of integer ones; those that share an input share their clip ratio.
+
+    Behind the block the integer layers are back, with what was learned.
+    """
+    record = architecture_of(model)
+    layers: dict[str, TrainableLinear] = {}
+    for name, layer in decoder_layers(model):
+        for stage in stages(record, layer):
+            sources = {path: layer.get_submodule(path) for path in stage}
+            integer = {path: s for path, s in sources.items() if isinstance(s, QuantLinear)}
+            clips: dict[int, nn.Parameter] = {}
+            for path, source in integer.items():
+                start = torch.tensor(source.a_clip, device=source.qweight.device)
+                clip = clips.setdefault(source.a_bits, nn.Parameter(start))
+                layers[f"{name}.{path}"] = TrainableLinear(source, latents.get(f"{name}.{path}"), clip)
+                layer.set_submodule(path, layers[f"{name}.{path}"])
+    try:
+        yield layers
+    finally:
+        for name, trained in layers.items():
+            model.set_submodule(name, trained.finish())
+
+
+def _parameter_groups(layers: list[TrainableLinear], rate: float) -> list[dict[str, Any]]:
+    """Peak learning rates: latents in steps of their grid, scales relative, clip ratios absolute."""
+    latents = [layer.latent for layer in layers if layer.latent is not None]
+    scales = [layer.log_scale for layer in layers if layer.latent is not None]
+    clips = list({id(layer.clip): layer.clip for layer in layers if layer.source.a_bits < 16}.values())
+    rates = ((latents, rate), (scales, rate / 2), (clips, rate / 2))
+    return [{"params": parameters, "base": base} for parameters, base in rates if parameters]
