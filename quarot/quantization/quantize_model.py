@@ -56,8 +56,9 @@ def quantize_model(
         The same model.
 
     Memory beyond the model: one set of hidden states (windows x length x hidden, in the model's dtype) and the
-    statistics of one layer; more only with ``tune_steps`` (:mod:`quarot.tuning.tune`). GPTQ follows the data: q, k, v; then o on inputs that come from quantised q, k, v; then
-    gate, up; then down. Each sees its input after the online rotations.
+    statistics of one layer; more only with ``tune_steps`` (:mod:`quarot.tuning.tune`). GPTQ follows the data: q, k, v;
+    then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the online
+    rotations.
 
     Raises:
         NotImplementedError: a family that is not supported, or experts.
