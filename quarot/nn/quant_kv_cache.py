@@ -81,8 +81,7 @@ class QuantKVLayer(CacheLayerMixin):
 
     def store(self, key: Tensor, value: Tensor, step: Step) -> None:
         """Write the new tokens [B, kv_heads, T, D] where ``step`` says."""
-        if isinstance(self.table, GrowingTable):
-            self._grow(step)
+        self.make_room(step)
         assert self.pool is not None
         self.format.append(self.pool, token_major(key), token_major(value), step.slots, self.layout)
 
@@ -102,7 +101,7 @@ class QuantKVLayer(CacheLayerMixin):
         return key, value
 
     def gather_past(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """What was stored before ``step``: keys, values [B, kv_heads, S, D], and bool [B, S] which places are filled."""
+        """What was stored before ``step``: keys and values [B, kv_heads, S, D], and which places are filled, [B, S]."""
         positions = torch.arange(max(step.longest, 1), device=step.before.device).expand(len(step.before), -1)
         filled = positions < step.before[:, None]
         positions = positions.clamp(max=step.table.shape[1] * self.table.page_size - 1)
@@ -113,8 +112,10 @@ class QuantKVLayer(CacheLayerMixin):
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)
         return torch.empty(shape, dtype=torch.uint8, device=self.device)
 
-    def _grow(self, step: Step) -> None:
+    def make_room(self, step: Step) -> None:
         """A larger pool when pages were added (whole pages move, ids stay), and copies of pages no longer shared."""
+        if isinstance(self.table, StaticTable):
+            return
         have = 0 if self.pool is None else self.pool.shape[0]
         if have < step.pages:
             pool = self._allocate(step.pages)
@@ -278,6 +279,15 @@ class QuantKVCache(Cache):
         else:
             step = first.step
         return step.on(layer.device)
+
+    def begin_step(self, batch: int, count: int, valid: Tensor | None) -> Step:
+        """The step of a forward that writes the pages itself, without :meth:`update` (the fused decoder path)."""
+        self.table.settle()
+        first = self.layers[0]
+        step = self.table.append(batch, count, valid, first.device)
+        if not torch.compiler.is_compiling():
+            first.step = step
+        return step
 
     def check_mask(self, attention_mask: Tensor) -> None:
         """Raise unless a mask [B, columns so far or more] shows the stored tokens that it showed when they came.

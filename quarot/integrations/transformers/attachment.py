@@ -21,8 +21,8 @@ def attach(
 
     Sets ``config.quantization_config`` and the quantizer (so that ``save_pretrained`` writes a checkpoint that loads as
     this very model), makes saving atomic, and, where keys or values are quantised, switches to the attention function
-    ``"quarot"`` and makes ``generate`` use a :class:`~quarot.nn.quant_kv_cache.QuantKVCache`. Where every layer has fused kernels the
-    decoder takes the fused path (:mod:`quarot.runtime.fused_decoder`). May be called again.
+    ``"quarot"`` and makes ``generate`` use a :class:`~quarot.nn.quant_kv_cache.QuantKVCache`. Where every layer has
+    fused kernels the decoder takes the fused path (:mod:`quarot.runtime.fused_decoder`). May be called again.
 
     Args:
         model: a transformers causal-LM model of a supported family.

@@ -19,6 +19,7 @@ class QuarotHfQuantizer(HfQuantizer):
 
     requires_calibration = False
     quantization_config: QuarotConfig
+    pre_quantized: bool
 
     def __init__(self, quantization_config: QuarotConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)

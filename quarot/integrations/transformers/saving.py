@@ -14,6 +14,20 @@ from pathlib import Path
 from typing import Any
 
 _CONFIG = "config.json"
+_CARD = """\
+---
+library_name: transformers
+tags: [quarot]
+---
+Rotated and quantised with quarot (QuaRot, arXiv 2404.00456). Import quarot before loading:
+
+```python
+import quarot
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("this folder")  # or quarot.load("this folder")
+```
+"""
 _SHARD = re.compile(r"model(\.[^.]+)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -50,6 +64,7 @@ def save_pretrained(
     partial = target.parent / f".{target.name}.partial-{os.getpid()}"
     try:
         type(self).save_pretrained(self, partial, **kwargs)
+        _write_card(partial, target)
         _sync(partial)
         _move_into_place(partial, target)
     finally:
@@ -68,6 +83,12 @@ def _move_into_place(partial: Path, target: Path) -> None:
             (target / name).unlink()
     for name in [n for n in names if n != _CONFIG] + [_CONFIG]:
         os.replace(partial / name, target / name)
+
+
+def _write_card(partial: Path, target: Path) -> None:
+    """A README that says how to load the folder: without quarot, transformers makes a random model of it."""
+    if not (partial / "README.md").exists() and not (target / "README.md").exists():
+        (partial / "README.md").write_text(_CARD, encoding="utf-8")
 
 
 def _sync(folder: Path) -> None:
