@@ -114,6 +114,7 @@ def learn_rotation(
     plan = getattr(model, "quarot_rotation", None)
     if plan is None or plan.r1 is None:
         raise ValueError("learning refines a rotation of the residual stream: call quarot.rotate_model first")
+    config = config.replace(rotation=plan.to_dict())
     embedding, head = model.get_submodule(record.embed), linear_weight(model.get_submodule(record.lm_head)).detach()
     body = model.get_submodule(record.layers.rpartition(".")[0])
     device = embedding.weight.device
@@ -138,9 +139,16 @@ def learn_rotation(
     try:
         with quantized_attention(model, config):
             losses = optimize(
-                loss_of, groups, windows, targets,
-                steps=steps, batch_size=batch_size, seed=config.seed, description="learning rotations", progress=progress,
-            )  # fmt: skip
+                loss_of,
+                groups,
+                windows,
+                targets,
+                steps=steps,
+                batch_size=batch_size,
+                seed=config.seed,
+                description="learning rotations",
+                progress=progress,
+            )
     except BaseException:
         _install(model, modules, None)
         raise

@@ -36,7 +36,6 @@ class Refinement(nn.Module):
 
     Args:
         sizes: of the model.
-        values: whether values are rotated too.
         device: of the parameters, fp32.
     """
 
