@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -128,7 +129,8 @@ class FusedDecoder:
         shape = torch.Size(input_ids.shape if input_ids is not None else inputs_embeds.shape[:2])  # type: ignore[union-attr]
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None:
-            past_key_values = QuantKVCache(self.config)
+            quantizes = getattr(self.layers[0].attention, "quarot_kv_format", None) is not None
+            past_key_values = QuantKVCache(self.config) if quantizes else DynamicCache(config=self.config)
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = (torch.arange(shape[1], device=self.embed.weight.device) + past)[None]  # type: ignore[arg-type]
