@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+# First of all: reading this module registers quarot's quantizer, which would be half read if it were what asked for it.
+import transformers.quantizers.auto  # noqa: F401
+
 if TYPE_CHECKING:
     from quarot.integrations.transformers.attachment import attach, detach
     from quarot.integrations.transformers.loading import load
