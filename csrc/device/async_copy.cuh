@@ -40,10 +40,10 @@ __device__ __forceinline__ bool mbarrier_test(std::uint32_t barrier, int parity)
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity) {
     asm volatile(
         "{ .reg .pred p;\n"
-        "WAIT: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1;\n"
-        "@p bra DONE;\n"
-        "bra WAIT;\n"
-        "DONE: }"
+        "WAIT_%=: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 p, [%0], %1;\n"
+        "@p bra DONE_%=;\n"
+        "bra WAIT_%=;\n"
+        "DONE_%=: }"
         ::"r"(barrier), "r"(parity)
         : "memory");
 }

@@ -1,51 +1,93 @@
-// Eight consecutive elements of a row: the unit that one thread loads, holds as fp32 and stores.
+// Eight consecutive elements of a row: the unit that one thread loads, keeps and stores.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 namespace quarot {
 
 template <typename T>
 __device__ __forceinline__ float to_float(T x) { return static_cast<float>(x); }
 
-// v[i] = x[i] for i < valid, 0 beyond. `aligned`: x is 16-byte aligned (uniform over the grid).
+// As loaded: half the registers of fp32 for the 16-bit types, and no conversion that would wait for the load.
 template <typename T>
-__device__ __forceinline__ void load8(const T* x, int valid, bool aligned, float (&v)[8]) {
-    if (aligned && valid >= 8) {
+struct Vec8 {
+    uint4 raw[sizeof(T) / 2];
+
+    __device__ __forceinline__ void unpack(float (&v)[8]) const {
         if constexpr (sizeof(T) == 4) {
-            const float4 a = reinterpret_cast<const float4*>(x)[0], b = reinterpret_cast<const float4*>(x)[1];
-            v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                v[4 * i] = __uint_as_float(raw[i].x), v[4 * i + 1] = __uint_as_float(raw[i].y);
+                v[4 * i + 2] = __uint_as_float(raw[i].z), v[4 * i + 3] = __uint_as_float(raw[i].w);
+            }
         } else {
-            const uint4 raw = *reinterpret_cast<const uint4*>(x);
-            const T* e = reinterpret_cast<const T*>(&raw);
+            const unsigned w[4] = {raw[0].x, raw[0].y, raw[0].z, raw[0].w};
 #pragma unroll
-            for (int i = 0; i < 8; ++i) v[i] = to_float(e[i]);
+            for (int i = 0; i < 4; ++i) {
+                if constexpr (std::is_same_v<T, __half>) {
+                    const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w[i]));
+                    v[2 * i] = f.x, v[2 * i + 1] = f.y;
+                } else {
+                    v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+                }
+            }
         }
-    } else {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) v[i] = i < valid ? to_float(x[i]) : 0.0f;
     }
+
+    // Rounds to T.
+    __device__ __forceinline__ void pack(const float (&v)[8]) {
+        unsigned w[2 * sizeof(T)];
+#pragma unroll
+        for (int i = 0; i < 2 * sizeof(T); ++i) {
+            if constexpr (sizeof(T) == 4) {
+                w[i] = __float_as_uint(v[i]);
+            } else if constexpr (std::is_same_v<T, __half>) {
+                const __half2 h = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
+                w[i] = *reinterpret_cast<const unsigned*>(&h);
+            } else {
+                const __nv_bfloat162 b = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
+                w[i] = *reinterpret_cast<const unsigned*>(&b);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i)
+            raw[i] = make_uint4(w[4 * i], w[4 * i + 1], w[4 * i + 2], w[4 * i + 3]);
+    }
+};
+
+// Elements column .. column + 7 of a row of k, zero beyond. 16-byte aligned and k a multiple of 8.
+template <typename T>
+__device__ __forceinline__ Vec8<T> load8(const T* row, int column, int k) {
+    Vec8<T> out{};
+    if (column < k) {
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i)
+            out.raw[i] = reinterpret_cast<const uint4*>(row + column)[i];
+    }
+    return out;
+}
+
+// The same for any alignment and k, as floats, element by element.
+template <typename T>
+__device__ __forceinline__ void load8_any(const T* row, int column, int k, float (&v)[8]) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = column + i < k ? to_float(row[column + i]) : 0.0f;
 }
 
 template <typename T>
-__device__ __forceinline__ void store8(T* y, int valid, bool aligned, const float (&v)[8]) {
-    if (aligned && valid >= 8) {
-        if constexpr (sizeof(T) == 4) {
-            reinterpret_cast<float4*>(y)[0] = make_float4(v[0], v[1], v[2], v[3]);
-            reinterpret_cast<float4*>(y)[1] = make_float4(v[4], v[5], v[6], v[7]);
-        } else {
-            uint4 raw;
-            T* e = reinterpret_cast<T*>(&raw);
+__device__ __forceinline__ void store8(T* row, int column, const Vec8<T>& v) {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) e[i] = static_cast<T>(v[i]);
-            *reinterpret_cast<uint4*>(y) = raw;
-        }
-    } else {
+    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) reinterpret_cast<uint4*>(row + column)[i] = v.raw[i];
+}
+
+template <typename T>
+__device__ __forceinline__ void store8_any(T* row, int column, int k, const float (&v)[8]) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-            if (i < valid) y[i] = static_cast<T>(v[i]);
-    }
+    for (int i = 0; i < 8; ++i)
+        if (column + i < k) row[column + i] = static_cast<T>(v[i]);
 }
 
 }  // namespace quarot

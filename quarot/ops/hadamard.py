@@ -9,6 +9,8 @@ import functools
 
 import torch
 
+from quarot.ops import hadamard_launch
+from quarot.ops.quantize_per_token import as_rows
 from quarot.ops.registry import define_op
 from quarot.rotation.hadamard import hadamard_matrix, hadamard_spec
 from quarot.rotation.spec import HadamardSpec
@@ -22,7 +24,8 @@ def _scaled_matrix(order: int, scale: float, dtype: torch.dtype, device: torch.d
     return (hadamard_matrix(order).to(torch.float64) * scale).to(device=device, dtype=dtype)
 
 
-def _check(x: torch.Tensor, order: int, pow2: int, inner: int) -> None:
+def check_shape(x: torch.Tensor, order: int, pow2: int, inner: int) -> None:
+    """Raise unless x is floating point and its last dimension a multiple of ``order * pow2 * inner``."""
     if not x.is_floating_point():
         raise TypeError(f"hadamard: x must be floating point, got {x.dtype}")
     if x.dim() == 0 or min(order, pow2, inner) < 1 or pow2 & (pow2 - 1) or x.shape[-1] % (order * pow2 * inner):
@@ -47,7 +50,7 @@ def hadamard_reference(x: torch.Tensor, order: int, pow2: int, inner: int) -> to
         ValueError: d is not a multiple of ``order * pow2 * inner``, or pow2 is no power of two.
         TypeError: x is not floating point.
     """
-    _check(x, order, pow2, inner)
+    check_shape(x, order, pow2, inner)
     if x.numel() == 0 or order * pow2 == 1:
         return x.clone(memory_format=torch.contiguous_format)
     y = x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
@@ -62,8 +65,22 @@ def hadamard_reference(x: torch.Tensor, order: int, pow2: int, inner: int) -> to
 
 
 def _fake(x: torch.Tensor, order: int, pow2: int, inner: int) -> torch.Tensor:
-    _check(x, order, pow2, inner)
+    check_shape(x, order, pow2, inner)
     return x.new_empty(x.shape)
+
+
+def _available(x: torch.Tensor, order: int, pow2: int, inner: int) -> str | None:
+    check_shape(x, order, pow2, inner)
+    return hadamard_launch.unavailable(x, x.shape[-1], order, pow2, inner, packed=False)
+
+
+def _cuda(x: torch.Tensor, order: int, pow2: int, inner: int) -> torch.Tensor:
+    """Launches csrc/hadamard: the tensor-core transform where it serves, else the one for any size."""
+    if x.numel() == 0 or order * pow2 == 1:
+        return x.clone(memory_format=torch.contiguous_format)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    hadamard_launch.transform(as_rows(x), order, pow2, inner, out)
+    return out
 
 
 hadamard = define_op(
@@ -71,6 +88,8 @@ hadamard = define_op(
     "(Tensor x, int order, int pow2, int inner) -> Tensor",
     reference=hadamard_reference,
     fake=_fake,
+    cuda=_cuda,
+    available=_available,
 )
 
 

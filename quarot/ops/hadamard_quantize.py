@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import torch
 
-from quarot.ops.hadamard import hadamard_reference
-from quarot.ops.quantize_per_token import check_bits, empty_codes, quantize_rows
+from quarot.ops import hadamard_launch
+from quarot.ops.hadamard import check_shape, hadamard_reference
+from quarot.ops.quantize_per_token import as_rows, check_bits, clip_over_qmax, empty_codes, quantize_rows
+from quarot.ops.quantize_per_token import cuda as quantize_per_token_cuda
 from quarot.ops.registry import define_op
 
 
@@ -30,11 +32,37 @@ def fake(
     return empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
 
 
+def available(
+    x: torch.Tensor, order: int, pow2: int, inner: int, bits: int, clip: float, packed: bool = False
+) -> str | None:
+    """Why no kernel can serve (None when one can)."""
+    return hadamard_launch.unavailable(x, x.shape[-1], order, pow2, inner, packed)
+
+
+def cuda(
+    x: torch.Tensor, order: int, pow2: int, inner: int, bits: int, clip: float, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches csrc/hadamard."""
+    check_bits(bits, packed)
+    if order * pow2 == 1:
+        return quantize_per_token_cuda(x, bits, clip, packed)
+    check_shape(x, order, pow2, inner)
+    rows = as_rows(x)
+    codes, scale = empty_codes(rows.shape[0], rows.shape[1], packed, x)
+    if rows.numel():
+        hadamard_launch.transform_quantize(
+            rows, False, order, pow2, inner, bits, clip_over_qmax(clip, bits), packed, codes, scale
+        )
+    return codes, scale
+
+
 hadamard_quantize = define_op(
     "hadamard_quantize",
     "(Tensor x, int order, int pow2, int inner, int bits, float clip, bool packed=False)"
     " -> (Tensor codes, Tensor scale)",
     reference=reference,
     fake=fake,
+    cuda=cuda,
+    available=available,
 )
 """``(x [..., K], order, pow2, inner, bits, clip, packed=False) -> (codes [M, Kp] | [M, Kp/2], scale fp32 [M])``."""

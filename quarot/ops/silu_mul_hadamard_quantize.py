@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from quarot.ops.hadamard import hadamard_reference
-from quarot.ops.quantize_per_token import check_bits, empty_codes, quantize_rows
+from quarot.ops import hadamard_launch
+from quarot.ops.hadamard import check_shape, hadamard_reference
+from quarot.ops.quantize_per_token import as_rows, check_bits, clip_over_qmax, empty_codes, quantize_rows
 from quarot.ops.registry import define_op
 
 
@@ -41,10 +42,36 @@ def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
+def available(gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False) -> str | None:
+    """Why no kernel can serve (None when one can)."""
+    width = gate_up.shape[-1] // 2
+    inner = hadamard_launch.identity_inner(width) if order * pow2 == 1 else 1
+    return hadamard_launch.unavailable(gate_up, width, order, pow2, inner, packed)
+
+
+def cuda(
+    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launches csrc/hadamard."""
+    check_bits(bits, packed)
+    gate, _ = _halves(gate_up)
+    inner = hadamard_launch.identity_inner(gate.shape[-1]) if order * pow2 == 1 else 1
+    check_shape(gate, order, pow2, inner)
+    rows = as_rows(gate_up)
+    codes, scale = empty_codes(rows.shape[0], gate.shape[-1], packed, gate_up)
+    if rows.numel():
+        hadamard_launch.transform_quantize(
+            rows, True, order, pow2, inner, bits, clip_over_qmax(clip, bits), packed, codes, scale
+        )
+    return codes, scale
+
+
 silu_mul_hadamard_quantize = define_op(
     "silu_mul_hadamard_quantize",
     "(Tensor gate_up, int order, int pow2, int bits, float clip, bool packed=False) -> (Tensor codes, Tensor scale)",
     reference=reference,
     fake=fake,
+    cuda=cuda,
+    available=available,
 )
 """``(gate_up [..., 2n], order, pow2, bits, clip, packed=False) -> (codes [M, np] | [M, np/2], scale fp32 [M])``."""

@@ -1,0 +1,164 @@
+// One CTA per row, one warp per 32 columns of head_dim. The row is copied to shared memory once; Y[h'][i] = H X[h][i] by
+// mma.m16n8k16 with X as it came (fp16 and bf16 operands and +-1 are exact, so only the fp32 sums round), the
+// accumulators wait for the absmax, and four lanes exchange codes so that each stores eight neighbouring columns.
+#include "hadamard/heads.h"
+
+#include <cmath>
+
+#include "device/launch.cuh"
+#include "device/quantize_row.cuh"
+#include "device/reduce.cuh"
+#include "device/vec8.cuh"
+
+namespace quarot {
+namespace {
+
+constexpr int kMaxHeads = 64, kMaxHeadDim = 256;
+
+struct Args {
+    const void* x;
+    std::int64_t row_stride;
+    int heads, head_dim;
+    const std::uint32_t* signs;
+    float norm;
+    void* codes;
+    float* scale;
+    float clip_over_qmax;
+    int bits;
+    bool packed;
+};
+
+template <typename T>
+__device__ __forceinline__ void mma(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
+#define QUAROT_MMA(TYPE)                                                                                              \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "   \
+                 "{%8, %9}, {%0, %1, %2, %3};"                                                                       \
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+    if constexpr (std::is_same_v<T, __half>)
+        QUAROT_MMA("f16");
+    else
+        QUAROT_MMA("bf16");
+#undef QUAROT_MMA
+}
+
+__device__ __forceinline__ void ldmatrix4_transposed(std::uint32_t (&r)[4], std::uint32_t address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Lane c of four holds, of each of four groups of eight columns, the codes of columns 2 c and 2 c + 1 (`pairs`: groups
+// 0, 1 and 2, 3). Returns the eight codes of group c.
+__device__ __forceinline__ uint2 gather_group(std::uint32_t pairs01, std::uint32_t pairs23, int c) {
+    const std::uint32_t even = __byte_perm(pairs01, pairs23, 0x5410), odd = __byte_perm(pairs01, pairs23, 0x7632);
+    const std::uint32_t kept = c & 1 ? odd : even;
+    const std::uint32_t got = __shfl_xor_sync(kFullWarp, c & 1 ? even : odd, 1);
+    const std::uint32_t first = c & 1 ? got : kept, second = c & 1 ? kept : got;
+    const std::uint32_t low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);
+    const std::uint32_t other = __shfl_xor_sync(kFullWarp, c & 2 ? low : high, 2);
+    return c & 2 ? make_uint2(other, high) : make_uint2(low, other);
+}
+
+template <typename T, int TILES>  // TILES: 16 heads each, 2 or 4 (3 spills)
+__global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    __shared__ unsigned scratch[32];
+    pdl_trigger();
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, c = lane & 3;
+    std::uint32_t word[TILES];
+#pragma unroll
+    for (int mt = 0; mt < TILES; ++mt) word[mt] = a.signs[mt * 32 + lane];  // not an output of a kernel
+    pdl_wait();
+
+    // X[h][i], pitch 16 bytes beyond head_dim: eight rows of an ldmatrix lie in different banks. Head rows beyond the
+    // last are zero.
+    const std::int64_t row = blockIdx.x;
+    const T* x = static_cast<const T*>(a.x) + row * a.row_stride;
+    const int pitch = 2 * a.head_dim + 16, chunks = a.head_dim / 8;
+    uint4 chunk[2 * TILES];
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
+        const int index = threadIdx.x + i * blockDim.x;  // blockDim = head_dim: 8 heads each
+        chunk[i] = index < a.heads * chunks ? reinterpret_cast<const uint4*>(x)[index] : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * TILES; ++i) {
+        const int index = threadIdx.x + i * blockDim.x;
+        *reinterpret_cast<uint4*>(shared + index / chunks * pitch + index % chunks * 16) = chunk[i];
+    }
+    __syncthreads();
+
+    float acc[TILES][4][4] = {};
+    const std::uint32_t base = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + (lane & 15) * pitch +
+                               (32 * warp + (lane >> 4) * 8) * 2;
+    constexpr std::uint32_t kOne = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
+#pragma unroll
+    for (int q = 0; q < TILES; ++q) {
+        std::uint32_t b[2][4];
+        ldmatrix4_transposed(b[0], base + 16 * q * pitch);
+        ldmatrix4_transposed(b[1], base + 16 * q * pitch + 32);
+#pragma unroll
+        for (int mt = 0; mt < TILES; ++mt) {
+            std::uint32_t h[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) h[i] = (word[mt] << (4 * q + i) & 0x80008000u) ^ kOne;
+#pragma unroll
+            for (int n = 0; n < 4; ++n) mma<T>(acc[mt][n], h, b[n / 2][2 * (n & 1)], b[n / 2][2 * (n & 1) + 1]);
+        }
+    }
+
+    unsigned top = 0;
+#pragma unroll
+    for (int mt = 0; mt < TILES; ++mt)
+#pragma unroll
+        for (int n = 0; n < 4; ++n)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                acc[mt][n][i] *= a.norm;
+                if (16 * mt + g + 8 * (i / 2) < a.heads) top = max(top, abs_bits(acc[mt][n][i]));
+            }
+    const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits);
+    if (threadIdx.x == 0) a.scale[row] = q.scale;
+    unsigned char* codes =
+        static_cast<unsigned char*>(a.codes) + row * (a.packed ? a.heads * a.head_dim / 2 : a.heads * a.head_dim);
+#pragma unroll
+    for (int mt = 0; mt < TILES; ++mt)
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            std::uint32_t e[4][2];
+#pragma unroll
+            for (int n = 0; n < 4; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) e[n][i] = code_bits(acc[mt][n][2 * half + i], q);
+            const uint2 mine = gather_group(pack_bytes(e[0][0], e[0][1], e[1][0], e[1][1]),
+                                            pack_bytes(e[2][0], e[2][1], e[3][0], e[3][1]), c);
+            const int head = 16 * mt + g + 8 * half;
+            if (head < a.heads) store_codes8(codes, (head * a.head_dim + 32 * warp) / 8 + c, a.packed, mine);
+        }
+}
+
+template <typename T>
+cudaError_t dispatch(const Args& a, std::int64_t rows, cudaStream_t stream) {
+    const dim3 grid(static_cast<unsigned>(rows)), block(a.head_dim);
+    const int tiles = a.heads <= 32 ? 2 : 4;
+    const std::size_t bytes = 16 * tiles * (2 * a.head_dim + 16);
+    return tiles == 2 ? launch(heads_kernel<T, 2>, grid, block, bytes, stream, a)
+                      : launch(heads_kernel<T, 4>, grid, block, bytes, stream, a);
+}
+
+}  // namespace
+
+cudaError_t hadamard_heads_quantize(const HeadsInput& in, void* codes, float* scale, float clip_over_qmax, int bits,
+                                    bool packed, cudaStream_t stream) {
+    if (in.rows < 1 || in.rows > 0x7fffffff || in.heads < 1 || in.heads > kMaxHeads || in.head_dim % 32 != 0 ||
+        in.head_dim > kMaxHeadDim || bits < 2 || bits > 8 || (packed && bits > 4) || in.dtype == DType::kFloat32)
+        return cudaErrorInvalidValue;
+    const Args a{in.x, in.row_stride, in.heads, in.head_dim, in.signs,
+                 static_cast<float>(1.0 / std::sqrt(static_cast<double>(in.heads))), codes, scale, clip_over_qmax, bits,
+                 packed};
+    return in.dtype == DType::kFloat16 ? dispatch<__half>(a, in.rows, stream) : dispatch<__nv_bfloat16>(a, in.rows, stream);
+}
+
+}  // namespace quarot

@@ -1,0 +1,23 @@
+// silu(g) = g / (1 + exp(-g)) in fp32.
+#pragma once
+
+namespace quarot {
+
+// Two special-function operations; relative error below 1e-5 (|g| 2^-24 from the exponent), 0 for g < -88.
+__device__ __forceinline__ float silu_exact(float g) {
+    float e, r;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(g * -1.4426950408889634f));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.0f + e));
+    return g * r;
+}
+
+// One special-function operation: h + h tanh(h), h = g / 2. tanh.approx has a relative error of 2^-11, so the absolute
+// error is |g| 2^-12: one fp16 rounding for g > 0, but nothing is left of the small value that silu has at g < -6.
+__device__ __forceinline__ float silu_tanh(float g) {
+    const float h = 0.5f * g;
+    float t;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(t) : "f"(h));
+    return fmaf(h, t, h);
+}
+
+}  // namespace quarot

@@ -1,0 +1,40 @@
+// Launching the transform in one of its shapes. Each shape is instantiated in a file of its own (shape_*.cu).
+#pragma once
+
+#include <atomic>
+
+#include "hadamard/sm90/transform.cuh"
+
+namespace quarot::sm90 {
+
+template <class S, bool kSilu, bool kCodes, typename Element>
+cudaError_t launch_kernel(const TransformArgs& args, cudaStream_t stream) {
+    const auto kernel = transform_kernel<S, kSilu, kCodes, Element>;
+    int device = 0, processors = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    // More than 48 KB of shared memory has to be allowed once per device.
+    static std::atomic<std::uint64_t> allowed{0};
+    if (device >= 64 || !(allowed.load() >> device & 1)) {
+        const cudaError_t status =
+            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+        if (status != cudaSuccess) return status;
+        if (device < 64) allowed.fetch_or(std::uint64_t{1} << device);
+    }
+    return launch(kernel, dim3(args.rows < processors ? args.rows : processors), dim3(S::kThreads), S::kSharedBytes,
+                  stream, args);
+}
+
+template <class S>
+cudaError_t launch_shape(const TransformArgs& args, bool silu, bool codes, bool bfloat16, cudaStream_t stream) {
+    if (silu)
+        return bfloat16 ? launch_kernel<S, true, true, __nv_bfloat16>(args, stream)
+                        : launch_kernel<S, true, true, __half>(args, stream);
+    if (codes)
+        return bfloat16 ? launch_kernel<S, false, true, __nv_bfloat16>(args, stream)
+                        : launch_kernel<S, false, true, __half>(args, stream);
+    return bfloat16 ? launch_kernel<S, false, false, __nv_bfloat16>(args, stream)
+                    : launch_kernel<S, false, false, __half>(args, stream);
+}
+
+}  // namespace quarot::sm90

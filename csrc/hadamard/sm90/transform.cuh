@@ -1,0 +1,400 @@
+// [silu(gate) * up ->] H_b (x) H_m -> fp16/bf16, or absmax -> codes and scale: one pass over DRAM, tensor cores, sm_90a.
+//
+// The design (NOTES.md has the counts): each group of warpgroups works on one token row by itself, several groups an SM
+// where shared memory allows, so that the copy, special-function, tensor and store phases of different rows overlap
+// without specialised warps.
+//   1. copy:    every warp keeps bulk copies of its own next tiles (8 rows of X) in flight, in a private ring of shared
+//               memory: a slot is refilled by the warp that has just emptied it, so nobody waits for an empty slot.
+//   2. stage 1: elementwise work in fp32; the top bits of b and bit 5 as fp32 butterflies; one rounding to fp16 into
+//               X[T][m][64] (rows of 128 B, 16-byte chunks swizzled by the row).
+//   3. H_32:    mma.m16n8k16, constants on the left, X on the right; the result *is* the A fragment of
+//   4. H_m:     wgmma m64nNk16: A = (X H_b)^T from registers, B = H_m^T (+-1) in shared memory for the kernel's life.
+//   5. output:  absmax from the accumulators, one barrier of the group, codes, transposition across lanes, stores.
+// A row whose values leave the safe fp16 range after stage 1 is redone with a power-of-two factor.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <type_traits>
+
+#include "device/async_copy.cuh"
+#include "device/launch.cuh"
+#include "device/quantize_row.cuh"
+#include "device/reduce.cuh"
+#include "device/vec8.cuh"
+#include "hadamard/silu.cuh"
+#include "hadamard/sm90/shape.cuh"
+#include "hadamard/sm90/transform.h"
+#include "hadamard/sm90/warp_mma.cuh"
+#include "hadamard/sm90/wgmma.cuh"
+
+namespace quarot::sm90 {
+
+template <typename Element>
+__device__ __forceinline__ void unpack8(const uint4& raw, float (&v)[8]) {
+    const unsigned w[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if constexpr (std::is_same_v<Element, __half>) {
+            const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w[i]));
+            v[2 * i] = f.x, v[2 * i + 1] = f.y;
+        } else {
+            v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
+        }
+    }
+}
+
+template <typename Element>
+__device__ __forceinline__ std::uint32_t pack2(float lo, float hi) {
+    if constexpr (std::is_same_v<Element, __half>) return pack_half2(lo, hi);
+    const __nv_bfloat162 b = __floats2bfloat162_rn(lo, hi);
+    return *reinterpret_cast<const std::uint32_t*>(&b);
+}
+
+// A small integer in both halves of a word.
+__device__ __forceinline__ unsigned pair16(float x) {
+    const unsigned low = static_cast<unsigned>(static_cast<int>(x)) & 0xffffu;
+    return low | low << 16;
+}
+
+// Butterflies over the chunks of one lane: p[2 h + e] starts 64 h + 32 e elements after p[0].
+template <int CHUNKS>
+__device__ __forceinline__ void butterflies(float (&p)[CHUNKS][8]) {
+#pragma unroll
+    for (int bit = 1; bit < CHUNKS; bit *= 2)
+#pragma unroll
+        for (int i = 0; i < CHUNKS; ++i)
+            if (!(i & bit))
+#pragma unroll
+                for (int j = 0; j < 8; ++j) {
+                    const float a = p[i][j], b = p[i | bit][j];
+                    p[i][j] = a + b, p[i | bit][j] = a - b;
+                }
+}
+
+// The lane, read anew where it is asked for.
+__device__ __forceinline__ int lane_id() {
+    int lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+}
+
+// Where 16-byte chunk c of row m of X lies in its 128 bytes: the 8 rows of an ldmatrix hit different banks, and so do
+// the two rows that 8 neighbouring lanes of stage 1 write.
+__device__ __forceinline__ int swizzle(int m, int c) { return (c ^ ((m & 1) << 2 | (m >> 1 & 3))) << 4; }
+
+// p[0..7] of one chunk: the input, or silu(gate) * up.
+template <typename Element, bool kSilu>
+__device__ __forceinline__ void stage1_values(const uint4& first, const uint4& second, float (&p)[8]) {
+    unpack8<Element>(first, p);
+    if constexpr (kSilu) {
+        float up[8];
+        unpack8<Element>(second, up);
+#pragma unroll
+#ifdef QUAROT_SILU_TANH
+        for (int j = 0; j < 8; ++j) p[j] = silu_tanh(p[j]) * up[j];
+#else
+        for (int j = 0; j < 8; ++j) p[j] = silu_exact(p[j]) * up[j];
+#endif
+    }
+}
+
+__device__ __forceinline__ void store_shared(std::uint32_t address, const std::uint32_t (&w)[4]) {
+    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
+                 : "memory");
+}
+
+__device__ __forceinline__ uint4 load_shared(std::uint32_t address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+                 : "r"(address)
+                 : "memory");
+    return v;
+}
+
+// Warp w of a warpgroup multiplies by rows 16 (w & 1) + rho(r) of H_32; columns 16 s + k are step s. As
+// (16 w + rho) & (16 s + k) = 16 (w & s) + (rho & k), each of these blocks is +- the block of H_16 below: the A fragment
+// of mma.m16n8k16. rho orders the rows so that after transpose8x8 each lane holds consecutive output columns.
+template <bool kCodes>
+__device__ __forceinline__ void h16_fragment(int lane, std::uint32_t magnitude, std::uint32_t (&a)[4]) {
+    const int g = lane >> 2;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {  // i & 1: rows + 8, i & 2: columns + 8
+        const int rho = kCodes ? 2 * g + (i & 1) : 4 * (g >> 1) + (g & 1) + 2 * (i & 1);
+        const int k = 2 * (lane & 3) + 4 * (i & 2);
+        const std::uint32_t lo = __popc(rho & k) & 1, hi = __popc(rho & (k + 1)) & 1;
+        a[i] = (magnitude | magnitude << 16) ^ (lo << 15 | hi << 31);
+    }
+}
+
+template <class S, bool kSilu, bool kCodes, typename Element>
+struct Transform {
+    static constexpr int kTensors = kSilu ? 2 : 1;
+    static constexpr int kSlotBytes = S::kTileElements * 2 * kTensors;
+    static constexpr int kSlots = S::kRingBytes / S::kWarps / kSlotBytes;  // of one warp
+    static_assert(kSlots >= 1 && (kSlots & (kSlots - 1)) == 0, "slots are masked");
+    static constexpr int kChunks = 2 * S::T;  // 16-byte chunks a lane has of a tile
+    // fp16 values up to kLimit cannot overflow in H_32 (gain 32/8 or 32/16). A row with a value above it, or with none
+    // above kLive (where fp16 would lose digits), is rescaled.
+    static constexpr float kLimit = S::T == 1 ? 16256.0f : 32512.0f;
+    static constexpr float kLive = 0.0078125f;
+
+    struct Group {  // small shared state of one group
+        std::uint64_t full[S::kWarps][kSlots];
+        unsigned top[S::kWarps];
+        unsigned high[2], live[2];  // by row parity: some value above kLimit, some value above kLive
+    };
+
+    static __device__ void run(const TransformArgs& a, std::uint8_t* dynamic, Group* groups, std::uint64_t* table_full) {
+        const int group_index = threadIdx.x / S::kGroupThreads, thread = threadIdx.x % S::kGroupThreads;
+        const int warp = __shfl_sync(kFullWarp, thread >> 5, 0), lane = threadIdx.x & 31;
+        const int w = warp & 3, tile_h = (warp >> 2) % S::T, half = (warp >> 2) / S::T;
+        const int barrier = 1 + group_index;
+        Group& group = groups[group_index];
+        const std::uint32_t table = shared_address(dynamic);
+        const std::uint32_t x_shared = table + S::kTableBytes + group_index * (S::kXBytes + S::kRingBytes);
+        const std::uint32_t ring = x_shared + S::kXBytes + warp * kSlots * kSlotBytes;
+        const std::uint32_t full = shared_address(group.full[warp]);
+
+        const int tiles = (a.m + 7) / 8;
+        const int first_row = group_index * gridDim.x + blockIdx.x, row_step = gridDim.x * S::NG;
+        const Element* x = static_cast<const Element*>(a.x);
+
+        pdl_trigger();
+        if (lane == 0)
+            for (int i = 0; i < kSlots; ++i) mbarrier_init(full + 8 * i, 1);
+        if (thread == 0)
+            for (int i = 0; i < 2; ++i) group.high[i] = group.live[i] = 0;
+        if (threadIdx.x == 0) mbarrier_init(shared_address(table_full), 1);
+        if (lane == 0) mbarrier_init_fence();
+        if (threadIdx.x == 0) {  // the table is no output of a kernel: no need to wait for the predecessor
+            mbarrier_expect(shared_address(table_full), S::kTableBytes);
+            bulk_load(table, a.table, S::kTableBytes, shared_address(table_full));
+        }
+        // Rows of X beyond m meet zeros of the table, but must be finite.
+        for (int i = thread; i < S::T * (S::MP - a.m) * 8; i += S::kGroupThreads) {
+            const int h = i / ((S::MP - a.m) * 8), rest = i % ((S::MP - a.m) * 8);
+            store_shared(x_shared + (h * S::MP + a.m) * 128 + rest * 16, {0, 0, 0, 0});
+        }
+        __syncthreads();
+        pdl_wait();
+
+        // Copies: tile `copy_tile` of row `copy_row` is the next of this warp's stream; used by lane 0 only.
+        int copy_row = first_row, copy_tile = warp;
+        const auto copy_next = [&](int slot) {
+            if (copy_tile >= tiles) return;  // a warp without tiles
+            if (copy_row < a.rows) {
+                const int begin = copy_tile * S::kTileElements;
+                const int bytes = 2 * min(S::kTileElements, a.n - begin);
+                const Element* source = x + copy_row * a.row_stride + begin;
+                mbarrier_expect(full + 8 * slot, bytes * kTensors);
+                bulk_load(ring + slot * kSlotBytes, source, bytes, full + 8 * slot);
+                if constexpr (kSilu)
+                    bulk_load(ring + slot * kSlotBytes + S::kTileElements * 2, source + a.n, bytes, full + 8 * slot);
+            }
+            copy_tile += S::kWarps;
+            if (copy_tile >= tiles) copy_tile = warp, copy_row += row_step;
+        };
+        if (lane == 0)
+            for (int i = 0; i < kSlots; ++i) copy_next(i);
+        __syncwarp();
+
+        std::uint32_t h16[4];
+        h16_fragment<kCodes>(lane, S::T == 1 ? 0x3000u : 0x2c00u, h16);  // +-1/8 or +-1/16 in fp16
+        const std::uint32_t odd_sign = (w & 1) * 0x80008000u;
+        const std::uint64_t b_first = b_descriptor(table + half * S::N * 16, S::MP * 16);
+
+        mbarrier_wait(shared_address(table_full), 0);
+        int turn = 0, parity = 0;  // turn: tiles that this warp has taken
+        for (int row = first_row; row < a.rows; row += row_step, parity ^= 1) {
+            // ---- stage 1: input -> X. This lane has, of row 8 tile + lane / 4, chunks c = lane % 4 and c + 4 of each 64 columns. Odd rows take
+            // c + 4 first (bank conflicts); their differences come out negated.
+            const int own = lane_id();  // read again for each row: what follows need not stay in registers
+            const int chunk_m = own >> 2, chunk_c = own & 3;
+            const std::uint32_t negate = (chunk_m & 1) * 0x80008000u;
+            const int first_chunk = (chunk_c + 4 * (chunk_m & 1)) * 16;
+            const std::uint32_t x_lane = x_shared + chunk_m * 128;
+            const auto store_chunks = [&](int tile, const float(&p)[kChunks][8], __half2& peak) {
+    #pragma unroll
+                for (int i = 0; i < kChunks; ++i) {
+                    std::uint32_t packed[4];
+    #pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        packed[j] = pack_half2(p[i][2 * j], p[i][2 * j + 1]);
+                        peak = __hmax2(peak, __habs2(*reinterpret_cast<const __half2*>(&packed[j])));
+                        if (i & 1) packed[j] ^= negate;
+                    }
+                    store_shared(x_lane + (i / 2) * S::MP * 128 + tile * 1024 + swizzle(chunk_m, chunk_c + 4 * (i & 1)), packed);
+                }
+            };
+            __half2 peak = __half2half2(__ushort_as_half(0));
+            for (int tile = warp; tile < tiles; tile += S::kWarps, ++turn) {
+                const int slot = turn & (kSlots - 1);
+                mbarrier_wait(full + 8 * slot, (turn / kSlots) & 1);
+                if (8 * tile + chunk_m < a.m) {
+                    const std::uint32_t source = ring + slot * kSlotBytes + chunk_m * 128 * S::T;
+                    float p[kChunks][8];
+#pragma unroll
+                    for (int i = 0; i < kChunks; ++i) {
+                        const std::uint32_t chunk = source + (i / 2) * 128 + (first_chunk ^ 64 * (i & 1));
+                        const uint4 first = load_shared(chunk);
+                        uint4 second = first;
+                        if constexpr (kSilu) second = load_shared(chunk + S::kTileElements * 2);
+                        stage1_values<Element, kSilu>(first, second, p[i]);
+                    }
+                    butterflies(p);
+                    store_chunks(tile, p, peak);
+                }
+                __syncwarp();  // all lanes have used what they loaded
+                if (lane == 0) copy_next(slot);
+            }
+            const float highest = fmaxf(__low2float(peak), __high2float(peak));
+            if (highest > kLimit) group.high[parity] = 1;
+            if (highest > kLive) group.live[parity] = 1;
+            named_barrier(barrier, S::kGroupThreads);
+            float factor_inverse = 1.0f;
+            const bool rescale = group.high[parity] != 0 || group.live[parity] == 0;
+            if (thread == 0) group.high[parity ^ 1] = group.live[parity ^ 1] = 0;
+            if (rescale) {
+                // Once more from global memory, times a power of two that brings the largest value to 256 .. 512.
+                const Element* source = x + row * a.row_stride;
+                const auto for_each_tile = [&](auto&& use) {
+#pragma unroll 1
+                    for (int tile = warp; tile < tiles; tile += S::kWarps) {
+                        if (8 * tile + chunk_m >= a.m) continue;
+                        const Element* mine = source + (8 * tile + chunk_m) * 64 * S::T;
+                        float p[kChunks][8];
+#pragma unroll
+                        for (int i = 0; i < kChunks; ++i) {
+                            const Element* chunk = mine + (i / 2) * 64 + (first_chunk ^ 64 * (i & 1)) / 2;
+                            const uint4 first = *reinterpret_cast<const uint4*>(chunk);
+                            uint4 second = first;
+                            if constexpr (kSilu) second = *reinterpret_cast<const uint4*>(chunk + a.n);
+                            stage1_values<Element, kSilu>(first, second, p[i]);
+                        }
+                        butterflies(p);
+                        use(tile, p);
+                    }
+                };
+                unsigned top = 0;
+                for_each_tile([&](int, const float(&p)[kChunks][8]) {
+#pragma unroll
+                    for (int i = 0; i < kChunks; ++i)
+#pragma unroll
+                        for (int j = 0; j < 8; ++j) top = max(top, abs_bits(p[i][j]));
+                });
+                top = __reduce_max_sync(kFullWarp, top);
+                if (lane == 0) group.top[warp] = top;
+                named_barrier(barrier, S::kGroupThreads);
+                top = __reduce_max_sync(kFullWarp, lane < S::kWarps ? group.top[lane] : 0u);
+                float factor = 1.0f;
+                if (top > 0 && top < 0x7f800000u) {
+                    const int exponent = max(static_cast<int>(top >> 23) - 127, -119) - 8;
+                    factor = __uint_as_float(static_cast<unsigned>(127 - exponent) << 23);
+                    factor_inverse = 1.0f / factor;
+                }
+                for_each_tile([&](int tile, float(&p)[kChunks][8]) {
+#pragma unroll
+                    for (int i = 0; i < kChunks; ++i)
+#pragma unroll
+                        for (int j = 0; j < 8; ++j) p[i][j] *= factor;
+                    store_chunks(tile, p, peak);
+                });
+                named_barrier(barrier, S::kGroupThreads);
+            }
+
+            // ---- H_32: A = (X H_b)^T, 64 output columns by m; then H_m. In kBatches along m, to save registers.
+            // ldmatrix: lanes 0-7 rows 0-7 of chunk 0, 8-15 of chunk 1, 16-31 rows 8-15; step s is at this ^ 32 s.
+            const std::uint32_t fragment_address = x_shared + (tile_h * S::MP + (own & 7) + (own >> 4) * 8) * 128 +
+                                                   swizzle(own & 7, 4 * (w >> 1) + (own >> 3 & 1));
+            std::uint32_t h16_odd[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) h16_odd[i] = h16[i] ^ odd_sign;
+            float acc[S::N / 2];
+#pragma unroll
+            for (int batch = 0; batch < S::kBatches; ++batch) {
+                constexpr int kBatchSteps = (S::kSteps + S::kBatches - 1) / S::kBatches;
+                std::uint32_t fragments[kBatchSteps][4];
+#pragma unroll
+                for (int i = 0; i < kBatchSteps; ++i) {
+                    const int step = batch * kBatchSteps + i;
+                    if (step >= S::kSteps) break;
+                    float lo[4] = {0.0f, 0.0f, 0.0f, 0.0f}, hi[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                    std::uint32_t b[4];
+                    ldmatrix4(b, fragment_address + step * 2048);
+                    mma16816(lo, h16, b[0], b[1]);
+                    mma16816(hi, h16, b[2], b[3]);
+                    ldmatrix4(b, (fragment_address ^ 32) + step * 2048);
+                    mma16816(lo, h16_odd, b[0], b[1]);
+                    mma16816(hi, h16_odd, b[2], b[3]);
+                    fragments[i][0] = pack_half2(lo[0], lo[1]), fragments[i][1] = pack_half2(lo[2], lo[3]);
+                    fragments[i][2] = pack_half2(hi[0], hi[1]), fragments[i][3] = pack_half2(hi[2], hi[3]);
+                }
+                if (!kCodes && batch == S::kBatches - 1) named_barrier(barrier, S::kGroupThreads);  // X is free
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < kBatchSteps; ++i) {
+                    const int step = batch * kBatchSteps + i;
+                    if (step >= S::kSteps) break;
+                    Wgmma<S::N>::run(acc, fragments[i], b_first + step * (2 * S::MP * 16 >> 4), step > 0);
+                }
+                wgmma_commit();
+                wgmma_wait();
+            }
+
+            // ---- output: this lane ends up with column 64 (T m + tile_h) + 16 w + 4 (lane % 4), m = lane / 4 + 8 j
+            const int out_lane = lane_id(), m_first = half * S::N + (out_lane >> 2);
+            const int column = (m_first * S::T + tile_h) * 64 + 16 * w + 4 * (out_lane & 3);
+            if constexpr (kCodes) {
+                float top0 = 0.0f, top1 = 0.0f;
+#pragma unroll
+                for (int i = 0; i < S::N / 2; i += 2) {
+                    asm("max.NaN.f32 %0, %0, %1;" : "+f"(top0) : "f"(fabsf(acc[i])));
+                    asm("max.NaN.f32 %0, %0, %1;" : "+f"(top1) : "f"(fabsf(acc[i + 1])));
+                }
+                unsigned top = __reduce_max_sync(kFullWarp, max(abs_bits(top0), abs_bits(top1)));
+                if (lane == 0) group.top[warp] = top;
+                named_barrier(barrier, S::kGroupThreads);  // X is free, too
+                top = __reduce_max_sync(kFullWarp, lane < S::kWarps ? group.top[lane] : 0u);
+                const RowQuantizer q =
+                    row_quantizer(__uint_as_float(top) * a.norm * factor_inverse, a.clip_over_qmax, a.bits);
+                if (thread == 0) a.scale[row] = q.scale;
+                const float inverse = q.inverse * factor_inverse * a.norm;
+                const unsigned lo = pair16(q.lo), hi = pair16(q.hi);
+                char* y = static_cast<char*>(a.y) + static_cast<std::int64_t>(row) * a.n + column;
+#pragma unroll
+                for (int j = 0; j < S::N / 8; ++j) {
+                    unsigned e[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) e[i] = __float_as_uint(fmaf(acc[4 * j + i], inverse, 12582912.0f));
+                    const unsigned even = __vmaxs2(__vmins2(__byte_perm(e[0], e[2], 0x5410), hi), lo);
+                    const unsigned odd = __vmaxs2(__vmins2(__byte_perm(e[1], e[3], 0x5410), hi), lo);
+                    const unsigned codes = transpose8x8(__byte_perm(even, odd, 0x6420));
+                    if (m_first + 8 * j < a.m) *reinterpret_cast<unsigned*>(y + j * 512 * S::T) = codes;
+                }
+            } else {
+                const float norm = a.norm * factor_inverse;
+                Element* y = static_cast<Element*>(a.y) + static_cast<std::int64_t>(row) * a.n + column;
+#pragma unroll
+                for (int j = 0; j < S::N / 8; ++j) {
+                    uint2 out;
+                    out.x = transpose8x8(pack2<Element>(acc[4 * j] * norm, acc[4 * j + 1] * norm));
+                    out.y = transpose8x8(pack2<Element>(acc[4 * j + 2] * norm, acc[4 * j + 3] * norm));
+                    if (m_first + 8 * j < a.m) *reinterpret_cast<uint2*>(y + j * 512 * S::T) = out;
+                }
+            }
+        }
+    }
+};
+
+template <class S, bool kSilu, bool kCodes, typename Element>
+__global__ void __launch_bounds__(S::kThreads, 1) transform_kernel(const __grid_constant__ TransformArgs a) {
+    using Kernel = Transform<S, kSilu, kCodes, Element>;
+    extern __shared__ __align__(1024) std::uint8_t dynamic[];
+    __shared__ typename Kernel::Group groups[S::NG];
+    __shared__ std::uint64_t table_full;
+    Kernel::run(a, dynamic, groups, &table_full);
+}
+
+}  // namespace quarot::sm90
