@@ -67,10 +67,12 @@ class GrowingTable:
     Args:
         page_size: tokens a page.
         reserve: tokens a row is expected to reach; pools are allocated for that many at once.
+        repeats: the first tokens come in groups of this many equal rows (beams, several answers to one prompt), which
+            are stored once.
     """
 
-    def __init__(self, page_size: int, reserve: int = 0) -> None:
-        self.page_size, self.reserve = page_size, reserve
+    def __init__(self, page_size: int, reserve: int = 0, repeats: int = 1) -> None:
+        self.page_size, self.reserve, self.repeats = page_size, reserve, repeats
         self.num_pages = 0
         self.references: list[int] = []
         self.free: list[int] = []
@@ -112,9 +114,12 @@ class GrowingTable:
         assert self.lengths is not None
         if valid is not None and bool(valid.all()):
             valid = None
+        shared = self.repeats if self.columns == 0 and batch % self.repeats == 0 else 1
         added = [count] * batch if valid is None else valid.sum(1).tolist()
         before, old_counts, past, old_valid = self.lengths, self.counts, self.columns, self.valid
-        copied = self._make_room(added)
+        copied = self._make_room([more * (row % shared == 0) for row, more in enumerate(added)])
+        if shared > 1:
+            self._share(shared)
         self._undo = (old_counts, copied, past, old_valid)
         self.counts = [a + b for a, b in zip(old_counts, added, strict=True)]
         self._remember_columns(batch, count, valid, device)
@@ -124,6 +129,9 @@ class GrowingTable:
         slots = slots_of(table, positions, self.page_size)
         if valid is not None:
             slots = slots.masked_fill(~valid, -1)
+        if shared > 1:
+            repeated = torch.arange(batch, device=device) % shared > 0
+            slots = slots.masked_fill(repeated[:, None], -1)
         copies = None
         if copied:
             pairs = torch.tensor([(old, self.rows[row][place]) for row, place, old in copied]).to(device)
@@ -206,6 +214,14 @@ class GrowingTable:
                 row.append(self._take())
                 self._table = None
         return copied
+
+    def _share(self, group: int) -> None:
+        """Let every row read the pages of the first row of its group."""
+        for number in range(len(self.rows)):
+            self.rows[number] = list(self.rows[number - number % group])
+            if number % group:
+                for page in self.rows[number]:
+                    self.references[page] += 1
 
     def _reserve(self, added: list[int]) -> None:
         """Raise ``num_pages`` so that the coming :meth:`_take` calls succeed; by half at least, so growth is rare."""

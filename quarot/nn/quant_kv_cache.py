@@ -179,6 +179,8 @@ class QuantKVCache(Cache):
         rotate: False stores keys without R3.
         page_size: tokens a page, a multiple of 16.
         reserve: tokens a row will probably reach: allocated at once, so that the pools need not grow.
+        repeats: the prompt comes in groups of this many equal rows, which share its pages (generate() sets it for beams
+            and num_return_sequences).
         max_batch, max_length: fix the size (both or neither): nothing is allocated afterwards and nothing syncs, for
             CUDA graphs and ``torch.compile``.
         prefill: "quantized" makes prefill attend to the codes too, as the paper's accuracy simulation does.
@@ -203,6 +205,7 @@ class QuantKVCache(Cache):
         rotate: bool | None = None,
         page_size: int = 64,
         reserve: int = 0,
+        repeats: int = 1,
         max_batch: int | None = None,
         max_length: int | None = None,
         prefill: Prefill = "exact",
@@ -212,6 +215,8 @@ class QuantKVCache(Cache):
             raise ValueError(f"give both max_batch and max_length or neither, got {max_batch} and {max_length}")
         if prefill not in ("exact", "quantized"):
             raise ValueError(f"prefill={prefill!r} is neither 'exact' nor 'quantized'")
+        if repeats > 1 and (prefill == "quantized" or max_batch is not None):
+            raise ValueError(f"repeats={repeats} needs a growing cache with prefill='exact'")
         if page_size < 16 or page_size % 16:
             raise ValueError(f"page_size {page_size} is not a positive multiple of 16")
         if model is not None:
@@ -224,7 +229,7 @@ class QuantKVCache(Cache):
         self.format = _format(config, text_config, key_bits, value_bits, group, clip, rotate)
         self.prefill_mode, self.page_size, self.offloads = prefill, page_size, offloading
         self.table: GrowingTable | StaticTable = (
-            GrowingTable(page_size, reserve)
+            GrowingTable(page_size, reserve, repeats)
             if max_batch is None or max_length is None
             else StaticTable(page_size, max_batch, max_length)
         )

@@ -188,6 +188,21 @@ def test_repeated_rows_share_pages_until_they_write():
     assert cache.table.num_pages - len(cache.table.free) == used
 
 
+def test_equal_prompts_are_stored_once():
+    key, value = (x.repeat_interleave(3, 0) for x in tokens(2, 37))
+    valid = (torch.arange(37) >= torch.tensor([0, 0, 0, 20, 20, 20])[:, None]).clone()
+    shared, fresh = new_cache(repeats=3), new_cache()
+    out = push(shared, key, value, left_mask(valid))
+    assert torch.equal(out, push(fresh, key, value, left_mask(valid)))
+    assert shared.table.num_pages - len(shared.table.free) == 3 + 2
+    assert same(shared, fresh)
+    more = tokens(6, 1, 8)
+    assert torch.equal(push(shared, *more), push(fresh, *more))
+    assert same(shared, fresh)
+    shared.reset()
+    assert len(shared.table.free) == shared.table.num_pages
+
+
 def test_select_by_indices_and_by_mask():
     cache, other = new_cache(), new_cache()
     key, value = tokens(4, 18)
