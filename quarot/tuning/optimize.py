@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quarot.progress import progress_bar
 
@@ -57,7 +58,8 @@ def optimize(
         # A rate that lives on the device can change under a recorded step.
         group["lr"] = torch.zeros((), device=device) if graphed else 0.0
     optimizer = torch.optim.Adam(groups, betas=_BETAS, capturable=graphed, fused=graphed)
-    ids, wanted = windows[:batch_size].to(device), targets[:batch_size].to(device)
+    # Buffers of their own: what a recorded step reads, and never a view of the caller's tensors.
+    ids, wanted = (tensor[:batch_size].to(device, copy=True) for tensor in (windows, targets))
 
     def step() -> Tensor:
         loss = loss_of(ids, wanted)
@@ -86,6 +88,19 @@ def optimize(
     if not all(math.isfinite(loss) for loss in found):
         raise FloatingPointError(f"{description}: the loss is not finite; lower the learning rate")
     return found
+
+
+@contextmanager
+def frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients for what the model has already (embeddings, norms)."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(True)
 
 
 def _recorded(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor] | None:

@@ -21,7 +21,7 @@ from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.quantization.stages import stages
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
-from quarot.tuning.optimize import optimize
+from quarot.tuning.optimize import frozen, optimize
 from quarot.tuning.trainable_linear import TrainableLinear
 
 
@@ -71,7 +71,7 @@ def tune(
             states = _states(model, ids)
         return head_divergence(states, wanted, head, scaling)
 
-    with _frozen(model), _trainable(model, latents or {}) as layers, quantized_attention(model, config):
+    with frozen(model), _trainable(model, latents or {}) as layers, quantized_attention(model, config):
         optimize(
             divergence,
             _parameter_groups(list(layers.values()), config.tune_learning_rate),
@@ -89,19 +89,6 @@ def tune(
 def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
     body = model.get_submodule(architecture_of(model).layers.rpartition(".")[0])
     return body(input_ids=ids, use_cache=False).last_hidden_state
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for what the model has already (embeddings, norms)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
 
 
 @contextmanager

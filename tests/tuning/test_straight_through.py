@@ -1,0 +1,69 @@
+"""The trained quantisers are the run-time ones forward, and have the gradients they claim."""
+
+import pytest
+import torch
+
+from quarot.calibration.fake_quantize import fake_quantize
+from quarot.nn.kv_format import KVFormat
+from quarot.quantization.grid import dequantize
+from quarot.tuning.distillation import head_divergence
+from quarot.tuning.straight_through import quantize_activations, quantize_cache, quantize_weights
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8, 16])
+@pytest.mark.parametrize("group_size", [None, 32])
+def test_activations_are_those_of_run_time(bits: int, group_size: int | None) -> None:
+    x = torch.randn(3, 5, 96)
+    x[0, 0] = 0
+    trained = quantize_activations(x, bits, torch.tensor(0.9), group_size)
+    assert trained == pytest.approx(fake_quantize(x, bits, 0.9, group_size), abs=1e-6)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
+def test_cache_is_that_of_run_time(bits: int) -> None:
+    key, value = torch.randn(2, 2, 7, 64), torch.randn(2, 2, 7, 64)
+    stored = KVFormat(key_bits=bits, value_bits=bits, group=32).simulate(key, value)
+    close = {"rel": 1e-3, "abs": 1e-3} if bits == 16 else {"abs": 1e-6}  # 16 bits: stored as a half
+    for x, expected in zip((key, value), stored, strict=True):
+        assert quantize_cache(x, bits, 0.95, 32) == pytest.approx(expected, **close)
+
+
+def test_gradient_passes_inside_the_range_only() -> None:
+    x = torch.tensor([[1.0, 0.3, -0.97, 0.5]], requires_grad=True)
+    clip = torch.tensor(0.8, requires_grad=True)
+    quantize_activations(x, 4, clip, None)[0, 1:].sum().backward()
+    assert x.grad is not None
+    assert clip.grad is not None
+    assert x.grad[0, 1] == x.grad[0, 3] == 1
+    scale = 0.8 / 7
+    codes = torch.tensor([round(0.3 / scale), -8, round(0.5 / scale)])
+    values = torch.tensor([0.3 / scale, -8, 0.5 / scale])
+    assert float(clip.grad) == pytest.approx(float(((codes - torch.where(codes == -8, 0, values)) / 7).sum()), abs=1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weights_are_the_dequantised_ones(groups: int, symmetric: bool) -> None:
+    latent, scale = torch.randn(6, 64) * 6, torch.rand(6, groups) + 0.1
+    zero = None if symmetric else torch.randint(-8, 8, (6, groups)).float()
+    codes = latent.round().clamp(-8, 7).to(torch.int8)
+    assert torch.equal(quantize_weights(latent, scale, zero, 4), dequantize(codes, scale, zero))
+    latent.requires_grad_(True)
+    quantize_weights(latent, scale, zero, 4).sum().backward()
+    assert latent.grad is not None
+    inside = (latent >= -8) & (latent <= 7)
+    assert torch.equal(latent.grad != 0, inside)
+
+
+def test_divergence_and_its_gradient() -> None:
+    student, teacher = torch.randn(5, 16, dtype=torch.double, requires_grad=True), torch.randn(5, 16).double()
+    head = torch.randn(40, 16)
+    own = torch.log_softmax(student.float() @ head.T / 2, -1)
+    wanted = torch.log_softmax(teacher.float() @ head.T / 2, -1)
+    expected = (wanted.exp() * (wanted - own)).sum(-1).mean()
+    (reference,) = torch.autograd.grad(expected, student)
+    loss = head_divergence(student, teacher, head, 2.0)
+    loss.backward()
+    assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+    assert student.grad == pytest.approx(reference, abs=1e-6)
+    assert float(head_divergence(teacher, teacher, head)) == pytest.approx(0, abs=1e-6)

@@ -1,0 +1,79 @@
+"""Tuning brings the quantised model closer to the full-precision one, also on tokens it has not seen."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from quarot.architectures import linear_modules
+from quarot.nn.quant_linear import QuantLinear
+from quarot.quantization.quantize_model import quantize_model
+from quarot.rotation.rotate import rotate_model
+from quarot.tuning.attention import quantized_attention
+from quarot.tuning.tune import _states, _trainable
+
+WINDOWS = torch.randint(3, 128, (48, 48), generator=torch.Generator().manual_seed(5))
+UNSEEN = torch.randint(3, 128, (16, 48), generator=torch.Generator().manual_seed(6))
+FIELDS: dict[str, Any] = {"calibration": WINDOWS, "progress": False}
+
+
+def divergence(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
+    with torch.no_grad():
+        own = F.log_softmax(model(ids, use_cache=False).logits, -1)
+        wanted = F.log_softmax(reference(ids, use_cache=False).logits, -1)
+    return float((wanted.exp() * (wanted - own)).sum(-1).mean())
+
+
+@pytest.fixture
+def rotated(tiny_model: Callable[..., nn.Module]) -> nn.Module:
+    model = tiny_model("llama")
+    rotate_model(model, progress=False)
+    return model
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"w_symmetric": False, "w_group_size": 32, "a_bits": 8}, {"w_method": "rtn"}], ids=str
+)
+def test_tuning_helps(rotated: nn.Module, fields: dict[str, Any]) -> None:
+    plain = quantize_model(copy.deepcopy(rotated), **fields, **FIELDS)
+    tuned = quantize_model(copy.deepcopy(rotated), tune_steps=60, tune_learning_rate=0.01, **fields, **FIELDS)
+    assert divergence(tuned, rotated, WINDOWS) < 0.8 * divergence(plain, rotated, WINDOWS)
+    assert divergence(tuned, rotated, UNSEEN) < divergence(plain, rotated, UNSEEN)
+    assert sum(p.numel() * p.element_size() for p in tuned.parameters()) == sum(
+        p.numel() * p.element_size() for p in plain.parameters()
+    )
+    assert not any(p.grad is not None for p in tuned.parameters())
+
+
+def test_what_is_trained_is_what_runs(rotated: nn.Module) -> None:
+    """The trainable model's hidden states are the integer model's, but for single values on a rounding edge."""
+    model = quantize_model(copy.deepcopy(rotated), **FIELDS)
+    with torch.no_grad():
+        integer = _states(model, UNSEEN)
+        with _trainable(model, {}), quantized_attention(model, model.config.quantization_config):
+            trained = _states(model, UNSEEN)
+    assert float((trained - integer).norm() / integer.norm()) < 0.02
+
+
+def test_clips_are_recorded_and_shared_by_siblings(rotated: nn.Module) -> None:
+    model = quantize_model(rotated, tune_steps=5, tune_learning_rate=0.05, **FIELDS)
+    config = model.config.quantization_config
+    for name, module, role in linear_modules(model):
+        if role != "lm_head":
+            assert isinstance(module, QuantLinear)
+            assert config.for_module(name).a_clip == module.a_clip
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.a_clip == attention.k_proj.a_clip == attention.v_proj.a_clip != 0.9
+
+
+def test_tuning_resumes_from_finished_layers(rotated: nn.Module, tmp_path: Path) -> None:
+    fields = {"tune_steps": 4, "resume_dir": tmp_path, **FIELDS}
+    first = quantize_model(copy.deepcopy(rotated), **fields)
+    again = quantize_model(copy.deepcopy(rotated), **fields)
+    for (name, a), (_, b) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
+        assert torch.equal(a, b), name
