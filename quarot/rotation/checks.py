@@ -34,7 +34,10 @@ def check_unquantized(model: nn.Module) -> None:
         state = "quantised" if get("w_bits") != 16 else "rotated"
         raise ValueError(f"this model is already {state} by quarot; load the original model and start from there")
     if getattr(model, "quarot_rotation", None) is not None:
-        raise ValueError("this model is already rotated by quarot; load the original model and start from there")
+        raise ValueError(
+            "this model is already rotated by quarot (or a rotation of it was interrupted); load the original "
+            "model and start from there"
+        )
     if method is not None and method != "gguf":
         raise ValueError(
             f"this model is quantised by {method!r}; rotation needs the original weights: load the unquantised model"
@@ -118,6 +121,8 @@ def _check_values(model: nn.Module) -> None:
                 f"(device_map='cpu') and pass device='cuda' to rotate on the GPU"
             )
     for name, parameter in model.named_parameters():
+        if parameter.numel() == 0:
+            continue
         low, high = parameter.detach().aminmax()
         if not torch.isfinite(torch.stack((low, high)).float()).all():
             raise ValueError(f"{name} holds NaN or infinity: the checkpoint is damaged, or overflows {parameter.dtype}")

@@ -18,19 +18,25 @@ from torch import nn
 
 from quarot.rotation.orthogonal import Rotation
 
-CHUNK = 1 << 21
-"""Elements of a weight that are rotated at a time: 16 MiB of float64, which stays in the last-level cache."""
+CPU_CHUNK, GPU_CHUNK = 1 << 18, 1 << 24
+"""Elements of a weight that are rotated at a time: 2 MiB of float64 stay in a core's cache (measured: 2^16 to 2^19 are
+within 15 %, 2^22 twice as slow); on a GPU 128 MiB keep the number of launches small."""
+
+
+def _lines(device: torch.device, length: int) -> int:
+    """How many lines of ``length`` elements make a chunk."""
+    return max(1, (CPU_CHUNK if device.type == "cpu" else GPU_CHUNK) // length)
 
 
 def _rotate_rows(weight: torch.Tensor, rotation: Rotation) -> None:
     """``W <- W R^T`` in place, float64 [rows, columns]."""
-    for rows in weight.split(max(1, CHUNK // weight.shape[1])):
+    for rows in weight.split(_lines(weight.device, weight.shape[1])):
         rows.copy_(rotation(rows))
 
 
 def _rotate_columns(weight: torch.Tensor, rotation: Rotation) -> None:
     """``W <- S W`` in place, float64 [rows, columns]."""
-    for columns in weight.split(max(1, CHUNK // weight.shape[0]), dim=1):
+    for columns in weight.split(_lines(weight.device, weight.shape[0]), dim=1):
         columns.copy_(rotation(columns.T.contiguous()).T)
 
 
@@ -55,11 +61,12 @@ def fold_weight(
         device: where to compute; None is where the weight is.
     """
     # Without an output side every row stands alone, so the float64 copy is a slice of the weight (embeddings, lm_head).
-    step = weight.shape[0] if outputs else max(1, CHUNK // weight.shape[1])
+    place = torch.device(device or weight.device)
+    step = weight.shape[0] if outputs else _lines(place, weight.shape[1])
     for part in weight.split(step):
-        wide = part.to(device=device or part.device, dtype=torch.float64, copy=True)
+        wide = part.to(device=place, dtype=torch.float64, copy=True)
         if gain is not None:
-            wide *= gain.to(wide.device)
+            wide *= gain.to(place)
         for rotation in inputs:
             _rotate_rows(wide, rotation)
         for rotation, rows in outputs:

@@ -27,7 +27,7 @@ from quarot.rotation.plan import RotationPlan
 from quarot.rotation.refinement import LayerMaps, Refinement, refine
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
-from quarot.tuning.optimize import optimize
+from quarot.tuning.optimize import frozen, optimize
 from quarot.tuning.straight_through import quantize_activations
 from quarot.tuning.transform import transform, undo_transform
 
@@ -64,21 +64,8 @@ class RefinedLinear(nn.Module):
         x = quantize_activations(transform(x, self.spec), self.bits, self.clip, self.group)
         return F.linear(x, transform(weight, self.spec).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
-    @torch.no_grad()
-    def finish(self, maps: LayerMaps) -> nn.Module:
-        """Fold float64 maps into the source, and return it."""
-        weight, bias = linear_weight(self.source), self.source.bias
-        wide = undo_transform(weight.double(), self.spec)
-        wide, wide_bias = refine(
-            self.slot, self.projection, self.sizes, wide, None if bias is None else bias.double(), maps
-        )
-        weight.copy_(transform(wide, self.spec))
-        if bias is not None:
-            bias.copy_(wide_bias)
-        return self.source
 
-
-def learn_rotation(
+def learn_refinement(
     model: Any,
     config: QuarotConfig,
     windows: Tensor,
@@ -88,8 +75,8 @@ def learn_rotation(
     learning_rate: float = 1.0,
     batch_size: int = 8,
     progress: bool = True,
-) -> list[float]:
-    """Refine the rotation of a rotated model in place; it computes the same function as before.
+) -> tuple[Refinement, list[float]]:
+    """Learn how to turn the basis of a rotated model; the model itself stays as it is.
 
     Args:
         model: after :func:`quarot.rotate_model`, not quantised, all on one device.
@@ -100,80 +87,112 @@ def learn_rotation(
         progress: show a progress bar.
 
     Returns:
-        The loss of every step. With ``steps=0`` the model stays as it is.
+        The refinement, for :func:`apply_refinement`, and the loss of every step.
 
     Memory: three fp32 copies of the decoder's weights, and the activations of ``batch_size`` windows.
 
     Raises:
         NotImplementedError: experts.
         ValueError: not rotated.
+        FloatingPointError: the loss is not finite.
     """
     record, sizes = architecture_of(model), geometry(model)
     if record.experts is not None:
         raise NotImplementedError(f"{record.family}: rotations of experts cannot be learned yet")
-    plan = getattr(model, "quarot_rotation", None)
-    if plan is None or plan.r1 is None:
-        raise ValueError("learning refines a rotation of the residual stream: call quarot.rotate_model first")
-    config = config.replace(rotation=plan.to_dict())
+    config = config.replace(rotation=_plan(model).to_dict())
     embedding, head = model.get_submodule(record.embed), linear_weight(model.get_submodule(record.lm_head)).detach()
     body = model.get_submodule(record.layers.rpartition(".")[0])
     device = embedding.weight.device
+    half = device.type == "cuda"
+    head = head.to(torch.bfloat16) if half else head
+    scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
     refinement = Refinement(sizes, device)
-    fast = torch.bfloat16 if device.type == "cuda" else head.dtype
-    scaling = float(getattr(model.config, "logits_scaling", 1.0) or 1.0)
     groups = [{"params": [p], "base": _RATES[name] * learning_rate} for name, p in refinement.named_parameters()]
-    modules = _replace(model, config)
 
     def loss_of(ids: Tensor, wanted: Tensor) -> Tensor:
         maps = refinement.maps()
-        for _, index, module in modules:
+        for index, module in modules:
             module.maps = maps[index]
         residual = maps[0].residual
-        with _turned(embedding, residual), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        with _turned(embedding, residual), torch.autocast(device.type, torch.bfloat16, enabled=half):
             states = body(input_ids=ids, use_cache=False).last_hidden_state
-        return head_divergence(states.float() @ residual.T, wanted, head.to(fast), scaling)
+        return head_divergence(states.float() @ residual.T, wanted, head, scaling)
 
-    frozen = [p for p in model.parameters() if p.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(False)
-    try:
-        with quantized_attention(model, config):
-            losses = optimize(
-                loss_of,
-                groups,
-                windows,
-                targets,
-                steps=steps,
-                batch_size=batch_size,
-                seed=config.seed,
-                description="learning rotations",
-                progress=progress,
-            )
-    except BaseException:
-        _install(model, modules, None)
-        raise
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-    _install(model, modules, refinement if losses else None)
-    _note(model, plan, len(losses))
-    return losses
+    with frozen(model), _refined(model, config) as modules, quantized_attention(model, config):
+        losses = optimize(
+            loss_of,
+            groups,
+            windows,
+            targets,
+            steps=steps,
+            batch_size=batch_size,
+            seed=config.seed,
+            description="learning rotations",
+            progress=progress,
+        )
+    return refinement, losses
 
 
-def _replace(model: nn.Module, config: QuarotConfig) -> list[tuple[str, int, RefinedLinear]]:
-    """Put refined layers in place; returns them with their names and the indices of their decoder layers."""
+@torch.no_grad()
+def apply_refinement(model: Any, refinement: Refinement) -> Tensor:
+    """Fold a refinement into a rotated model, in float64, and say so in its plan; logits stay the same.
+
+    Returns:
+        R, float64 [hidden, hidden]: what was a row x of the residual stream (or of the final norm's output) is ``x R``.
+    """
+    record, sizes, plan = architecture_of(model), geometry(model), _plan(model)
+    maps = refinement.exact_maps()
+    for index, (_, layer) in enumerate(decoder_layers(model)):
+        for slot, projections in record.slots.items():
+            for projection in projections:
+                _fold(layer.get_submodule(projection.path), slot, projection, sizes, maps[index])
+    residual = maps[0].residual
+    undo = MatrixRotation(residual.T)  # takes rows x to x M^T
+    for path in (record.embed, record.lm_head):
+        fold_weight(model.get_submodule(path).weight, inputs=[undo])
+    note = "R1, R2 and the scales in front of R4 were refined by training"
+    model.quarot_rotation = dataclasses.replace(plan, notes=(*plan.notes, note))
+    from quarot.integrations.transformers import attach
+
+    attach(model, model.config.quantization_config.replace(rotation=model.quarot_rotation.to_dict()))
+    return residual
+
+
+def _plan(model: Any) -> RotationPlan:
+    plan = getattr(model, "quarot_rotation", None)
+    if plan is None or plan.r1 is None:
+        raise ValueError("learning refines a rotation of the residual stream: call quarot.rotate_model first")
+    return plan  # type: ignore[no-any-return]
+
+
+def _fold(linear: nn.Module, slot: str, projection: Projection, sizes: Geometry, maps: LayerMaps) -> None:
+    weight, bias, spec = linear_weight(linear), linear.bias, getattr(linear, "input_rotation", None)
+    wide = undo_transform(weight.double(), spec)
+    wide, wide_bias = refine(slot, projection, sizes, wide, None if bias is None else bias.double(), maps)  # type: ignore[operator]
+    weight.copy_(transform(wide, spec))
+    if wide_bias is not None:
+        bias.copy_(wide_bias)  # type: ignore[operator,union-attr]
+
+
+@contextmanager
+def _refined(model: nn.Module, config: QuarotConfig) -> Iterator[list[tuple[int, RefinedLinear]]]:
+    """Refined layers in place of those of the model, with the index of their decoder layer, inside the block."""
     record, sizes = architecture_of(model), geometry(model)
-    found = []
+    places = []
     for index, (name, layer) in enumerate(decoder_layers(model)):
         for slot, projections in record.slots.items():
             for projection in projections:
                 full = f"{name}.{projection.path}"
-                own = config.for_module(full)
                 source = layer.get_submodule(projection.path)
-                module = RefinedLinear(source, slot, projection, sizes, own)
-                layer.set_submodule(projection.path, module)
-                found.append((full, index, module))
-    return found
+                module = RefinedLinear(source, slot, projection, sizes, config.for_module(full))
+                places.append((full, index, module))
+    for full, _, module in places:
+        model.set_submodule(full, module)
+    try:
+        yield [(index, module) for _, index, module in places]
+    finally:
+        for full, _, module in places:
+            model.set_submodule(full, module.source)
 
 
 @contextmanager
@@ -184,29 +203,3 @@ def _turned(embedding: nn.Module, residual: Tensor) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-@torch.no_grad()
-def _install(model: nn.Module, modules: list[tuple[str, int, RefinedLinear]], refinement: Refinement | None) -> None:
-    """Put the layers back, with the maps folded in (None: as they were)."""
-    maps = None if refinement is None else refinement.exact_maps()
-    for name, index, module in modules:
-        model.set_submodule(name, module.source if maps is None else module.finish(maps[index]))
-    if maps is None:
-        return
-    record = architecture_of(model)
-    undo = MatrixRotation(maps[0].residual.T)  # a MatrixRotation maps rows x to x M^T
-    for path in (record.embed, record.lm_head):
-        fold_weight(model.get_submodule(path).weight, inputs=[undo])
-
-
-def _note(model: Any, plan: RotationPlan, steps: int) -> None:
-    """Say so in the plan, which is saved with the model."""
-    if not steps:
-        return
-    from quarot.integrations.transformers import attach
-
-    note = f"R1, R2 and the scales in front of R4 were refined by {steps} training steps"
-    model.quarot_rotation = dataclasses.replace(plan, notes=(*plan.notes, note))
-    recorded = model.config.quantization_config
-    attach(model, recorded.replace(rotation=model.quarot_rotation.to_dict()))

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from quarot.ops.hadamard import hadamard
+from quarot.ops.hadamard import hadamard_reference
 from quarot.rotation.spec import HadamardSpec
 
 
@@ -29,7 +29,7 @@ class HadamardRotation:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         x = self._flip(x, self.before)
-        x = hadamard(x, self.spec.order, self.spec.pow2, self.spec.inner)
+        x = hadamard_reference(x, self.spec.order, self.spec.pow2, self.spec.inner)
         return self._flip(x, self.after)
 
     def _flip(self, x: torch.Tensor, signs: torch.Tensor | None) -> torch.Tensor:

@@ -87,6 +87,7 @@ def rotate_model(
     check_model(model, architecture, sizes)
     rotations = _rotations(plan, sizes, r1 if isinstance(r1, torch.Tensor) else None)
 
+    model.quarot_rotation = plan  # first of all, so that an interrupted rotation is never taken for the original
     _untie(model, architecture)
     rotate_ends(model, architecture, rotations, device)
     layers = list(decoder_layers(model))
@@ -141,5 +142,4 @@ def _record(model: Any, plan: RotationPlan, record: bool) -> None:
     from quarot.config import QuarotConfig
     from quarot.integrations.transformers import attach
 
-    model.quarot_rotation = plan
     attach(model, QuarotConfig(w_bits=16, a_bits=16, k_bits=16, v_bits=16, rotation=plan.to_dict()), record=record)

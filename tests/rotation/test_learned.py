@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from quarot.config import QuarotConfig
-from quarot.rotation.learned import learn_rotation
+from quarot.rotation.learned import apply_refinement, learn_refinement
 from quarot.rotation.refinement import rotation
 from quarot.rotation.rotate import rotate_model
 from quarot.tuning.tune import final_states
@@ -17,11 +17,13 @@ WINDOWS = torch.randint(3, 128, (8, 32), generator=torch.Generator().manual_seed
 CONFIG = QuarotConfig(kv_group_size=32)
 
 
-def learned(model: nn.Module, steps: int, rate: float = 1.0, config: QuarotConfig = CONFIG) -> list[float]:
+def learned(model: nn.Module, steps: int, rate: float = 1.0) -> list[float]:
     targets = final_states(model, WINDOWS, 4)
-    return learn_rotation(
-        model, config, WINDOWS, targets, steps=steps, learning_rate=rate, batch_size=4, progress=False
+    refinement, losses = learn_refinement(
+        model, CONFIG, WINDOWS, targets, steps=steps, learning_rate=rate, batch_size=4, progress=False
     )
+    apply_refinement(model, refinement)
+    return losses
 
 
 def test_the_function_stays_the_same(
@@ -50,21 +52,42 @@ def test_learning_lowers_the_divergence(tiny_model: Callable[..., nn.Module]) ->
     assert sum(losses[-8:]) < 0.9 * sum(losses[:2]) * 4
 
 
-def test_no_steps_change_nothing(tiny_model: Callable[..., nn.Module]) -> None:
+def test_learning_leaves_the_model_alone(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model("qwen2")
     rotate_model(model, progress=False)
     twin = copy.deepcopy(model)
-    assert learned(model, steps=0) == []
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+    learn_refinement(model, CONFIG, WINDOWS, final_states(model, WINDOWS, 4), steps=2, batch_size=4, progress=False)
+    for (name, ours), (other, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert name == other
         assert torch.equal(ours, theirs), name
-    assert model.quarot_rotation.notes == twin.quarot_rotation.notes
+        assert ours.requires_grad == theirs.requires_grad, name
+
+
+def test_residual_rows_are_what_it_says(tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor) -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    rotate_model(model, progress=False)
+    before = final_states(model, token_ids, 4).double()
+    refinement, _ = learn_refinement(
+        model,
+        CONFIG,
+        WINDOWS,
+        final_states(model, WINDOWS, 4),
+        steps=2,
+        learning_rate=20.0,
+        batch_size=4,
+        progress=False,
+    )
+    residual = apply_refinement(model, refinement)
+    after = final_states(model, token_ids, 4).double()
+    assert (after - before @ residual).abs().max() < 1e-4
+    assert (after - before).abs().max() > 1e-2
 
 
 def test_the_plan_says_that_it_was_learned(tiny_model: Callable[..., nn.Module]) -> None:
     model = tiny_model("llama")
     rotate_model(model, progress=False)
     learned(model, steps=1)
-    assert "refined by 1 training steps" in model.quarot_rotation.describe()
+    assert "refined by training" in model.quarot_rotation.describe()
     assert model.config.quantization_config.rotation == model.quarot_rotation.to_dict()
 
 
@@ -85,13 +108,12 @@ def test_a_failure_leaves_the_model_as_it_was(tiny_model: Callable[..., nn.Modul
     model = tiny_model("llama")
     rotate_model(model, progress=False)
     twin = copy.deepcopy(model)
+    wrong = torch.full((8, 32, 128), torch.nan)
     with pytest.raises(FloatingPointError, match="learning rate"):
-        learn_rotation(
-            model, CONFIG, WINDOWS, torch.full((8, 32, 128), torch.nan), steps=1, batch_size=4, progress=False
-        )
-    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        learn_refinement(model, CONFIG, WINDOWS, wrong, steps=1, batch_size=4, progress=False)
+    for (name, ours), (other, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+        assert name == other
         assert torch.equal(ours, theirs), name
-        assert ours.requires_grad == theirs.requires_grad, name
 
 
 def test_rotations_are_orthogonal_and_start_at_the_identity() -> None:
