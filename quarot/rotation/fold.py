@@ -64,14 +64,15 @@ def fold_weight(
     place = torch.device(device or weight.device)
     step = weight.shape[0] if outputs else _lines(place, weight.shape[1])
     for part in weight.split(step):
-        wide = part.to(device=place, dtype=torch.float64, copy=True)
+        # Widened and narrowed where it is computed, so that what crosses a bus is the weight's own dtype.
+        wide = part.to(place).to(torch.float64, copy=True)
         if gain is not None:
             wide *= gain.to(place)
         for rotation in inputs:
             _rotate_rows(wide, rotation)
         for rotation, rows in outputs:
             _rotate_columns(wide[rows], rotation)
-        part.copy_(wide)
+        part.copy_(wide.to(part.dtype))
     if bias is not None:
         for rotation, rows in outputs:
             bias[rows] = rotation(bias[rows].to(torch.float64)).to(bias.dtype)
