@@ -100,13 +100,17 @@ class QuantKVLayer(CacheLayerMixin):
         key, value = (x.view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2) for x in pair)
         return key, value
 
-    def gather_past(self, step: Step) -> tuple[Tensor, Tensor, Tensor]:
-        """What was stored before ``step``: keys and values [B, kv_heads, S, D], and which places are filled, [B, S]."""
+    def gather_past(self, step: Step, room: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What was stored before ``step``, and zeros for ``room`` more tokens behind it.
+
+        Returns:
+            Dequantised (rotated) keys and values [B, kv_heads, S + room, D]; which of the S places are filled, [B, S].
+        """
         positions = torch.arange(max(step.longest, 1), device=step.before.device).expand(len(step.before), -1)
         filled = positions < step.before[:, None]
         positions = positions.clamp(max=step.table.shape[1] * self.table.page_size - 1)
-        slots = slots_of(step.table, positions, self.table.page_size)
-        return *self.gather(slots.masked_fill(~filled, -1)), filled
+        slots = slots_of(step.table, positions, self.table.page_size).masked_fill(~filled, -1)
+        return *self.gather(torch.nn.functional.pad(slots, (0, room), value=-1)), filled
 
     def _allocate(self, pages: int) -> Tensor:
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)

@@ -104,7 +104,7 @@ def _store_and_attend(
         return _prefill(module, query, handle, step, mask, scale)
     if count == 1 or (mask is None and count <= cache.DECODE_TOKENS):
         return layer.decode(query, step, scale, window)
-    return _chunk(module, query, handle, step, mask, scale, window)
+    return _chunk(query, handle, step, mask, scale, window)
 
 
 def new_token_mask(mask: Tensor | None, count: int, cache: QuantKVCache) -> Tensor | None:
@@ -139,29 +139,38 @@ def _stored(query: Tensor, layer: QuantKVLayer, step: Step) -> tuple[Tensor, Ten
     return layer.format.rotate_heads(query), key, value
 
 
-def _chunk(
-    module: nn.Module, query: Tensor, handle: KVHandle, step: Step, mask: Tensor | None, scale: float, window: int
-) -> Tensor:
+def _chunk(query: Tensor, handle: KVHandle, step: Step, mask: Tensor | None, scale: float, window: int) -> Tensor:
     """Attention of many new tokens to the stored past and to each other, in the rotated basis of the stored keys."""
     layer, count = handle.layer, query.shape[2]
-    past_key, past_value, filled = layer.gather_past(step)
+    keys, values, filled = layer.gather_past(step, count)
     if handle.cache.prefill_mode == "quantized":
         query, key, value = _stored(query, layer, step)
     else:
         query, key, value = layer.format.rotate_heads(query), layer.format.rotate_heads(handle.key), handle.value
+    keys[:, :, -count:], values[:, :, -count:] = key, value
+    visible = _chunk_mask(filled, step, mask, count, window)
+    group = query.shape[1] // layer.kv_heads
+    outs = []
+    for head in range(layer.kv_heads):  # one kv head at a time: SDPA with a mask would copy it for every query head
+        one_key, one_value = (x[:, head : head + 1].expand(-1, group, -1, -1) for x in (keys, values))
+        some = query[:, head * group : (head + 1) * group]
+        outs.append(nn.functional.scaled_dot_product_attention(some, one_key, one_value, visible, scale=scale))
+    return torch.cat(outs, dim=1).transpose(1, 2).contiguous()
+
+
+def _chunk_mask(filled: Tensor, step: Step, mask: Tensor | None, count: int, window: int) -> Tensor:
+    """What each new token sees of the past and of the new tokens: bool [B, 1, T, S + T].
+
+    Distances within the past and from it are counted in real tokens, which left padding does not change.
+    """
+    valid = None if mask is None else valid_tokens(mask, len(filled))
     if mask is None:
-        place = torch.arange(count, device=query.device)
+        place = torch.arange(count, device=filled.device)
         mask = place <= place[:, None]
         if window:
             mask = mask & (place > place[:, None] - window)
-        mask = mask.expand(len(filled), 1, -1, -1)
-        valid = None
-    else:
-        valid = valid_tokens(mask, len(filled))
     seen = filled[:, None, None, :].expand(-1, -1, count, -1)
     if window:
         oldest = new_positions(step.before, count, valid) - window
-        seen = seen & (torch.arange(filled.shape[1], device=query.device) > oldest[:, None, :, None])
-    whole = torch.cat([seen, mask.expand(len(filled), -1, -1, -1)], dim=-1)
-    key, value = torch.cat([past_key, key], dim=2), torch.cat([past_value, value], dim=2)
-    return sdpa_attention_forward(module, query, key, value, whole, scaling=scale)[0]
+        seen = seen & (torch.arange(filled.shape[1], device=filled.device) > oldest[:, None, :, None])
+    return torch.cat([seen, mask.expand(len(filled), 1, -1, -1)], dim=-1)
