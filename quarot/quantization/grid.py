@@ -17,7 +17,8 @@ import torch
 GRID_STEPS = 100
 """Clip ratios tried are ``1 - i / GRID_STEPS`` for the first ``GRID_DEPTH`` values of i."""
 GRID_DEPTH = 80
-_CHUNK_ELEMENTS = 1 << 22
+_CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
+"""Weights searched at once: what stays in a core's cache, and what keeps a GPU busy."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -93,10 +94,10 @@ def find_grid(
             ratio is 1.
         importance: non-negative [K]; weighs the squared error of each input (a Hessian diagonal), uniform when None.
 
-    Memory: a few times 16 MiB beyond the weight. All channels are searched at once, in chunks of rows.
+    Channels are searched many at once, in chunks of rows that bound the memory (64 MiB on a GPU, times two).
     """
     groups = as_groups(weight, group_size)
-    rows = max(1, _CHUNK_ELEMENTS // max(1, weight.shape[1]))
+    rows = max(1, _CHUNK_ELEMENTS.get(weight.device.type, 1 << 17) // max(1, weight.shape[1]))
     factors = None if importance is None else importance.reshape(groups.shape[1:])
     parts = [_find(part, bits, symmetric, search, factors) for part in groups.split(rows)]
     scale = torch.cat([part.scale for part in parts])
@@ -109,10 +110,11 @@ def _find(values: torch.Tensor, bits: int, symmetric: bool, search: bool, factor
     best = _at_ratio(low, high, 1.0, bits, symmetric)
     if not search:
         return best
-    least = _error(values, best, factors)
+    work = torch.empty_like(values)
+    least = _error(values, best, factors, work)
     for step in range(1, GRID_DEPTH):
         trial = _at_ratio(low, high, 1.0 - step / GRID_STEPS, bits, symmetric)
-        error = _error(values, trial, factors)
+        error = _error(values, trial, factors, work)
         better = error < least
         least = torch.where(better, error, least)
         zero = None if trial.zero is None or best.zero is None else torch.where(better, trial.zero, best.zero)
@@ -129,7 +131,14 @@ def _at_ratio(low: torch.Tensor, high: torch.Tensor, ratio: float, bits: int, sy
     return Grid(scale, zero, bits)
 
 
-def _error(values: torch.Tensor, grid: Grid, factors: torch.Tensor | None) -> torch.Tensor:
-    wide = Grid(grid.scale[..., None], None if grid.zero is None else grid.zero[..., None], grid.bits)
-    square = (wide.decode(wide.encode(values)) - values).square_()
-    return (square if factors is None else square * factors).sum(-1)
+def _error(values: torch.Tensor, grid: Grid, factors: torch.Tensor | None, work: torch.Tensor) -> torch.Tensor:
+    """Squared error of each scale, [N, G]; ``work`` is like ``values`` [N, G, K/G], so that nothing is allocated."""
+    half = 2 ** (grid.bits - 1)
+    scale, zero = grid.scale[..., None], None if grid.zero is None else grid.zero[..., None]
+    torch.mul(values, torch.where(scale > 0, scale.reciprocal(), 0.0), out=work)
+    if zero is None:
+        work.round_().clamp_(-half, half - 1)
+    else:
+        work.round_().add_(zero).clamp_(-half, half - 1).sub_(zero)
+    work.mul_(scale).sub_(values).square_()
+    return work.sum(-1) if factors is None else work.mul_(factors).sum(-1)

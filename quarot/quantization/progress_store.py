@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from quarot import __version__
@@ -60,6 +60,14 @@ class ProgressStore:
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
+    def load_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
+        """What :meth:`save_tensors` wrote under that name, or None."""
+        return load_file(self._path(name)) if self._path(name).exists() else None
+
+    def save_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
+        """Write tensors that belong to no layer."""
+        self._write(name, tensors, None)
+
     def load(self, name: str) -> FinishedLayer | None:
         """The layer of that name, or None when it is not finished."""
         if not self._path(name).exists():
@@ -80,9 +88,12 @@ class ProgressStore:
         tensors = {f"{path}:latent": latent for path, latent in layer.latents.items()}
         for path, result in layer.results.items():
             tensors |= {f"{path}:{key}": tensor for key, tensor in result._asdict().items() if tensor is not None}
-        tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+        self._write(name, tensors, {"clips": json.dumps(layer.clips)})
+
+    def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         temporary = self._path(name).with_suffix(".tmp")
-        save_file(tensors, temporary, metadata={"clips": json.dumps(layer.clips)})
+        save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, self._path(name))
 
 

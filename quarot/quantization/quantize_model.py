@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from quarot.architectures import architecture_of, decoder_layers
+from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.calibration.decoder import LayerInputs
+from quarot.calibration.resampling import resampled_windows
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
 from quarot.progress import progress_bar
@@ -75,8 +76,8 @@ def quantize_model(
     where = None if device is None else torch.device(device)
     training = model.training
     model.eval()
-    if config.tune_steps and windows is not None and configs:
-        clips = _quantize_and_tune(model, configs, windows, store, config, where, progress)
+    if windows is not None and configs and (config.tune_steps or config.rotation_steps):
+        config, clips = _quantize_and_train(model, configs, windows, store, config, where, progress)
     else:
         clips = _quantize_layers(model, configs, windows, store, config, where, progress)[0]
     model.train(training)
@@ -99,6 +100,7 @@ def _windows(
         "GPTQ": any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()),
         "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
         "tuning": bool(config.tune_steps and configs),
+        "learning rotations": bool(config.rotation_steps and configs),
     }
     names = [name for name, is_needed in needed.items() if is_needed]
     if not names:
@@ -106,7 +108,7 @@ def _windows(
     if calibration is None:
         raise ValueError(
             f"{' and '.join(names)} need calibration text: pass calibration= (and tokenizer=), or quantise without it"
-            f" (w_method='rtn', a_clip_search=False, tune_steps=0)"
+            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0)"
         )
     samples, length = config.calibration_samples, config.calibration_length
     return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)
@@ -152,7 +154,7 @@ def _quantize_layers(
     return clips, latents
 
 
-def _quantize_and_tune(
+def _quantize_and_train(
     model: Any,
     configs: dict[str, QuarotConfig],
     windows: torch.Tensor,
@@ -160,20 +162,64 @@ def _quantize_and_tune(
     config: QuarotConfig,
     device: torch.device | None,
     progress: bool,
-) -> dict[str, float]:
-    """Quantise, then distil from the model as it was; the whole model is on ``device`` meanwhile."""
+) -> tuple[QuarotConfig, dict[str, float]]:
+    """Learn the rotation, quantise, and distil from the model as it was; all of it is on ``device`` meanwhile.
+
+    Returns:
+        The configuration with the learned rotation, and activation clips by module name.
+    """
     from quarot.tuning.tune import final_states, tune
 
     homes = {parameter.device for parameter in model.parameters()}
     if len(homes) > 1:
-        raise ValueError(f"tuning needs the model on one device, not on {sorted(map(str, homes))}; or set tune_steps=0")
+        raise ValueError(
+            f"training needs the model on one device, not on {sorted(map(str, homes))};"
+            " or set tune_steps=0 and rotation_steps=0"
+        )
     home = homes.pop()
     model.to(device or home)
-    targets = final_states(model, windows, config.tune_batch_size)
+    material = resampled_windows(model, windows, config.resampling_rounds, config.seed, config.tune_batch_size)
+    targets = final_states(model, material, config.tune_batch_size)
+    if config.rotation_steps:
+        residual = _learn_rotation(model, config, material, targets, store, progress)
+        targets = (targets.float() @ residual.float()).to(targets.dtype)
+        config = config.replace(rotation=model.quarot_rotation.to_dict())
     clips, latents = _quantize_layers(model, configs, windows, store, config, device, progress)
-    clips |= tune(model, config, windows, targets, latents, progress)
+    if config.tune_steps:
+        clips |= tune(model, config, material, targets, latents, progress)
     model.to(home)
-    return clips
+    return config, clips
+
+
+def _learn_rotation(
+    model: Any,
+    config: QuarotConfig,
+    windows: torch.Tensor,
+    targets: torch.Tensor,
+    store: ProgressStore | None,
+    progress: bool,
+) -> torch.Tensor:
+    """Refine the rotation of the model in place; returns the change of the residual basis, [hidden, hidden]."""
+    from quarot.rotation.learned import apply_refinement, learn_refinement
+    from quarot.rotation.refinement import Refinement
+
+    found = None if store is None else store.load_tensors("rotation")
+    if found is not None:
+        refinement = Refinement(geometry(model), targets.device)
+        refinement.load_state_dict(found)
+    else:
+        refinement, _ = learn_refinement(
+            model,
+            config,
+            windows,
+            targets,
+            steps=config.rotation_steps,
+            batch_size=config.tune_batch_size,
+            progress=progress,
+        )
+        if store is not None:
+            store.save_tensors("rotation", refinement.state_dict())
+    return apply_refinement(model, refinement)
 
 
 def _rotation_of(model: Any, config: QuarotConfig) -> dict[str, Any] | None:
