@@ -52,6 +52,10 @@ class QuarotConfig(QuantizationConfigMixin):
             0 for none (the paper).
         tune_learning_rate: of the weights, in steps of their grid.
         tune_batch_size: calibration windows in each step.
+        rotation_steps: steps of learning R1, R2 and the scales in front of R4 before anything is quantised
+            (:mod:`quarot.rotation.learned`); 0 for none (the paper: random).
+        resampling_rounds: how often the calibration windows are resampled by the model itself, for what is trained on
+            them (:mod:`quarot.calibration.resampling`); each round adds as many windows.
     """
 
     quant_method: str = "quarot"  # type: ignore[assignment]
@@ -84,6 +88,8 @@ class QuarotConfig(QuantizationConfigMixin):
     tune_steps: int = 0
     tune_learning_rate: float = 0.002
     tune_batch_size: int = 8
+    rotation_steps: int = 0
+    resampling_rounds: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", list(self.ignore))
@@ -99,8 +105,9 @@ class QuarotConfig(QuantizationConfigMixin):
         for name in ("w_group_size", "a_group_size"):
             if getattr(self, name) is not None:
                 self._positive(name)
-        if not isinstance(self.tune_steps, int) or self.tune_steps < 0:
-            raise ValueError(f"tune_steps={self.tune_steps!r} must be an integer, 0 or more")
+        for name in ("tune_steps", "rotation_steps", "resampling_rounds"):
+            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer, 0 or more")
         self._in_range("tune_learning_rate", 0.0, 1.0)
         for name in (
             "kv_group_size",
