@@ -184,11 +184,10 @@ __device__ __forceinline__ void emit(const Args& a, const float* unit, Use use) 
 #pragma unroll
                     for (int n = 0; n < kColumns; ++n) {
                         if constexpr (sizeof(T) == 4) {
-                            // x = high + low exactly; high has the 11 leading bits, the mma keeps 11 more of low.
-                            const float high0 = __uint_as_float(__float_as_uint(b[n][0]) & 0xffffe000u);
-                            const float high1 = __uint_as_float(__float_as_uint(b[n][1]) & 0xffffe000u);
+                            // x = high + low exactly; both rounded to 11 bits leave an error of 2^-24.
+                            const float high0 = round_tf32(b[n][0]), high1 = round_tf32(b[n][1]);
                             mma_tf32(acc[r][n], h, high0, high1);
-                            mma_tf32(acc[r][n], h, b[n][0] - high0, b[n][1] - high1);
+                            mma_tf32(acc[r][n], h, round_tf32(b[n][0] - high0), round_tf32(b[n][1] - high1));
                         } else {
                             mma_tf32(acc[r][n], h, round_tf32(b[n][0]), round_tf32(b[n][1]));
                         }

@@ -3,8 +3,8 @@
 
 Three families: the tensor-core transform of Hopper (``sm90``: fp16/bf16, rows of one unit, int8 codes, aligned), the
 transform across heads with codes (``heads``: fp16/bf16, aligned) and ``any_size`` for everything else. The +-1 factor
-H_order reaches a kernel as a table in the order it reads; tables are made at first use (so run an op once before capturing it),
-once per device, and stay for the life of the process: CUDA graphs may keep their addresses.
+H_order reaches a kernel as a table in the order it reads. Tables are made at first use (so run an op once before
+capturing it), once per device, and stay for the life of the process: CUDA graphs may keep their addresses.
 """
 
 from __future__ import annotations
