@@ -2,7 +2,8 @@
 
 Its ``PagedAttentionCache`` allocates keys and values in the model's dtype and has no hook for packed codes, so memory
 is that of an unquantised cache. Keys and values are still rounded to the integers of the model's configuration, so
-that outputs have the accuracy of the packed cache.
+outputs have the accuracy of the packed cache. Where flash-attn is installed transformers would switch to it: call
+``model.set_attn_implementation("paged|quarot")`` before.
 
 Notation: all sequences of a batch lie one after the other, Tq new tokens and Tk keys in all; sequence s owns
 ``cu_seq_lens_q[s] : cu_seq_lens_q[s + 1]`` of the queries, and likewise of the keys.

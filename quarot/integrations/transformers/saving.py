@@ -1,11 +1,13 @@
 """``save_pretrained`` that either leaves a whole new checkpoint or the old one.
 
-Everything is written to a hidden folder beside the target; only when that succeeded (a full disk fails here) the files
-are renamed into place. ``config.json``, without which a folder does not load, leaves first and arrives last.
+Everything is written to a hidden folder, beside a new target or inside an old one; only when that succeeded (a full disk
+fails here) the files are renamed into place. ``config.json``, without which a folder does not load, leaves first and
+arrives last.
 """
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 import shutil
@@ -61,7 +63,8 @@ def save_pretrained(
         kwargs.setdefault("repo_id", target.name)
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(target)
-    partial = target.parent / f".{target.name}.partial-{os.getpid()}"
+    # Inside a folder that exists: its parent may be another file system, or not be ours to write to.
+    partial = (target if target.exists() else target.parent) / f".{target.name}.partial-{os.getpid()}"
     try:
         type(self).save_pretrained(self, partial, **kwargs)
         _write_card(partial, target)
@@ -100,7 +103,8 @@ def _sync(folder: Path) -> None:
 
 def _remove_leftovers(target: Path) -> None:
     """Delete partial folders of processes that were killed while saving."""
-    for path in target.parent.glob(f".{target.name}.partial-*"):
+    name = f".{glob.escape(target.name)}.partial-*"
+    for path in [*target.parent.glob(name), *target.glob(name)]:
         pid = path.name.rpartition("-")[2]
         if pid == str(os.getpid()) or not _alive(pid):
             shutil.rmtree(path, ignore_errors=True)
