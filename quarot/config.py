@@ -46,6 +46,7 @@ class QuarotConfig(QuantizationConfigMixin):
         gptq_asymmetric: fit each layer to the full-precision model's output, so that it also corrects the error made
             upstream (in the manner of GPTAQ); a second set of hidden states and a second copy of one decoder layer.
         gptq_weighted_clip: weigh the clip search by the Hessian's diagonal.
+        gptq_bias_correction: add the mean error of a layer's output to its bias, where it has one.
         a_clip_search: choose the clip ratio of each layer's input by its output error on the calibration windows,
             instead of ``a_clip`` everywhere; the ratios found are stored as ``overrides``.
         tune_steps: steps of distillation from the full-precision model once everything is quantised (:mod:`quarot.tuning`);
@@ -84,6 +85,7 @@ class QuarotConfig(QuantizationConfigMixin):
     gptq_quantized_inputs: bool = False
     gptq_asymmetric: bool = False
     gptq_weighted_clip: bool = False
+    gptq_bias_correction: bool = False
     a_clip_search: bool = False
     tune_steps: int = 0
     tune_learning_rate: float = 0.002

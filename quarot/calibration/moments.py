@@ -14,6 +14,7 @@ class Moments:
     def __init__(self) -> None:
         self.tokens = 0
         self._squares: torch.Tensor | None = None
+        self._sums: dict[str, torch.Tensor] = {}
         self._crossed: dict[str, torch.Tensor] = {}
 
     def add(self, x: torch.Tensor, **targets: torch.Tensor) -> None:
@@ -21,9 +22,11 @@ class Moments:
         rows = x.reshape(-1, x.shape[-1]).float()
         with _exact_float32():
             self._squares = _accumulated(self._squares, rows, rows)
+            self._sums["x"] = self._sums.get("x", 0) + rows.sum(0)
             for name, target in targets.items():
                 other = target.reshape(-1, target.shape[-1]).float()
                 self._crossed[name] = _accumulated(self._crossed.get(name), other, rows)
+                self._sums[name] = self._sums.get(name, 0) + other.sum(0)
         self.tokens += rows.shape[0]
 
     @property
@@ -36,6 +39,10 @@ class Moments:
     def cross(self, name: str) -> torch.Tensor:
         """fp32 [T, K] of the target of that name."""
         return self._crossed[name] / self.tokens
+
+    def mean(self, name: str = "x") -> torch.Tensor:
+        """fp32 mean of the inputs ([K]) or of the target of that name ([T])."""
+        return self._sums[name] / self.tokens
 
 
 def _accumulated(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

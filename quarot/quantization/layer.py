@@ -57,6 +57,7 @@ class LayerQuantizer:
         self.results: dict[str, QuantizedWeight] = {}
         self.clips: dict[str, float] = {}
         self.latents: dict[str, torch.Tensor] = {}
+        self.biases: dict[str, torch.Tensor] = {}
         for path in configs:
             check_finite(linear_weight(layer.get_submodule(path)), None, f"{name}.{path}")
         self.original = copy.deepcopy(layer) if reference is not None else None
@@ -83,12 +84,14 @@ class LayerQuantizer:
         for path, result in finished.results.items():
             device = self.observed[path].matrix.device
             self._finish(path, QuantizedWeight(*(None if t is None else t.to(device) for t in result)))
+        for path, bias in finished.biases.items():
+            self._set_bias(path, bias.to(self.observed[path].matrix.device))
         self.latents = finished.latents
 
     @property
     def finished(self) -> FinishedLayer:
         """What a later run would need."""
-        return FinishedLayer(self.results, self.clips, self.latents)
+        return FinishedLayer(self.results, self.clips, self.latents, self.biases)
 
     def advance(self) -> None:
         """Move the hidden states behind this layer."""
@@ -118,6 +121,7 @@ class LayerQuantizer:
         if config.w_method == "rtn" or moments is None:
             result = quantize_rtn(weight, config.w_bits, **grid)
         else:
+            original = weight
             if self.original is not None:
                 residual = moments.cross("residual") if part[0] in self._writers else None
                 weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
@@ -134,12 +138,27 @@ class LayerQuantizer:
                 latent=latent,
                 name=name,
             )
+            if config.gptq_bias_correction:
+                wanted = original @ moments.mean("x" if self.original is None else "input")
+                self._shift_biases(part, wanted - result.dequantize() @ moments.mean())
         rows = [w.shape[0] for w in weights]
         split = [(None,) * len(part) if tensor is None else tensor.split(rows) for tensor in (*result, latent)]
         for path, codes, scale, zero, before in zip(part, *split, strict=True):
             self._finish(path, QuantizedWeight(codes, scale, zero))
             if before is not None:
                 self.latents[path] = before
+
+    def _shift_biases(self, part: Stage, shift: torch.Tensor) -> None:
+        """Add the mean error of the outputs to the biases; layers without one stay without."""
+        sources = [self.observed[path].source for path in part]
+        rows = [linear_weight(source).shape[0] for source in sources]
+        for path, source, change in zip(part, sources, shift.split(rows), strict=True):
+            if isinstance(source.bias, torch.Tensor):
+                self._set_bias(path, (source.bias.detach().float() + change).to(source.bias.dtype))
+
+    def _set_bias(self, path: str, bias: torch.Tensor) -> None:
+        self.biases[path] = bias
+        self.observed[path].source.bias = nn.Parameter(bias, requires_grad=False)
 
     def _finish(self, path: str, result: QuantizedWeight) -> None:
         observed = self.observed[path]

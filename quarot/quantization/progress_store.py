@@ -26,11 +26,14 @@ _SAMPLED = 4096
 
 
 class FinishedLayer(NamedTuple):
-    """What a decoder layer became, by path inside it: codes, searched activation clips, and weights before rounding."""
+    """What a decoder layer became, by path inside it: codes, searched activation clips, weights before rounding, and
+    corrected biases.
+    """
 
     results: dict[str, QuantizedWeight]
     clips: dict[str, float]
     latents: dict[str, torch.Tensor]
+    biases: dict[str, torch.Tensor]
 
 
 class ProgressStore:
@@ -75,17 +78,18 @@ class ProgressStore:
         with safe_open(self._path(name), framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
             clips = json.loads(file.metadata()["clips"])
-        paths = sorted({key.rpartition(":")[0] for key in tensors})
-        results = {
-            path: QuantizedWeight(tensors[f"{path}:codes"], tensors[f"{path}:scale"], tensors.get(f"{path}:zero"))
-            for path in paths
-        }
-        latents = {path: tensors[f"{path}:latent"] for path in paths if f"{path}:latent" in tensors}
-        return FinishedLayer(results, clips, latents)
+
+        def kind(name: str) -> dict[str, torch.Tensor]:
+            return {key.removesuffix(":" + name): t for key, t in tensors.items() if key.endswith(":" + name)}
+
+        scales, zeros = kind("scale"), kind("zero")
+        results = {path: QuantizedWeight(c, scales[path], zeros.get(path)) for path, c in kind("codes").items()}
+        return FinishedLayer(results, clips, kind("latent"), kind("bias"))
 
     def save(self, name: str, layer: FinishedLayer) -> None:
         """Write one finished layer."""
         tensors = {f"{path}:latent": latent for path, latent in layer.latents.items()}
+        tensors |= {f"{path}:bias": bias for path, bias in layer.biases.items()}
         for path, result in layer.results.items():
             tensors |= {f"{path}:{key}": tensor for key, tensor in result._asdict().items() if tensor is not None}
         self._write(name, tensors, {"clips": json.dumps(layer.clips)})

@@ -30,7 +30,7 @@ class TrainableLinear(nn.Module):
             return
         half = 2 ** (source.w_bits - 1)
         codes = source.codes().float()
-        start = codes if latent is None else latent.clamp(-half - 0.4, half - 1 + 0.4)
+        start = codes if latent is None else latent.to(codes.device).clamp(-half - 0.4, half - 1 + 0.4)
         # GPTQ's codes are its latents rounded, up to fp32; where a tie fell the other way, the code counts.
         start = torch.where(start.round().clamp(-half, half - 1) == codes, start, codes)
         self.latent = nn.Parameter(start)

@@ -96,6 +96,34 @@ def test_the_options_beyond_the_paper_help(tiny_model: Callable[..., nn.Module],
             assert module.a_clip == config.for_module(name).a_clip  # a reload builds the same layer
 
 
+def test_bias_correction_removes_the_mean_error(tiny_model: Callable[..., nn.Module], tmp_path: Path) -> None:
+    model = rotated(tiny_model("qwen2"))
+    name, layer = next(iter(decoder_layers(model)))
+    windows = TOKENS[:512].view(8, 64)
+
+    def mean_error(**fields: Any) -> float:
+        clean = copy.deepcopy(layer)
+        errors: list[torch.Tensor] = []
+        quantised = quantize_model(
+            copy.deepcopy(model), w_bits=3, a_bits=16, **NO_CACHE, **{**CALIBRATION, "calibration": windows}, **fields
+        )
+
+        def compare(module: nn.Module, args: tuple[torch.Tensor]) -> None:
+            wrong = quantised.get_submodule(name).self_attn.q_proj(args[0]) - module(args[0])
+            errors.append(wrong.flatten(0, 1).mean(0))
+
+        handle = clean.input_layernorm.register_forward_hook(lambda _, __, out: compare(clean.self_attn.q_proj, (out,)))
+        inputs = LayerInputs(model, windows, None)
+        for hidden in inputs.steps:
+            inputs.run(0, clean, hidden)
+        handle.remove()
+        return float(torch.stack(errors).mean(0).norm())
+
+    plain, corrected = mean_error(), mean_error(gptq_bias_correction=True, resume_dir=tmp_path)
+    assert corrected < 0.01 * plain
+    assert mean_error(gptq_bias_correction=True, resume_dir=tmp_path) == corrected
+
+
 def test_same_seed_same_codes(tiny_model: Callable[..., nn.Module]) -> None:
     first, second = (quantize_model(rotated(tiny_model("qwen2")), **NO_CACHE, **CALIBRATION) for _ in range(2))
     for (name, a), (_, b) in zip(first.named_parameters(), second.named_parameters(), strict=True):
