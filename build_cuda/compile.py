@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from .architectures import Selection
@@ -45,6 +48,23 @@ def _ninja() -> str:
     return found
 
 
+def kept_headers(build: Path, cutlass: Path) -> Path:
+    """A copy of the CUTLASS headers under ``build``, made once a version.
+
+    An isolated pip build has them in a new temporary folder each time, so every object would look out of date.
+    """
+    version = (cutlass / "cutlass" / "version.h").read_text(encoding="utf-8")
+    numbers = re.findall(r"#define CUTLASS_(?:MAJOR|MINOR|PATCH) (\d+)", version)
+    target = build / ("cutlass-" + ".".join(numbers))
+    if not target.is_dir():
+        build.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=build) as temporary:
+            copy = Path(temporary) / "include"
+            shutil.copytree(cutlass, copy)
+            copy.rename(target)
+    return target
+
+
 def compile_extension(
     root: Path, toolkit: Toolkit, chosen: Selection, output: str | None, layout: Layout | None = None
 ) -> Layout:
@@ -54,12 +74,15 @@ def compile_extension(
         BuildError: ninja or a compiler failed; the compiler's own words are on stdout above.
     """
     layout = layout or Layout(root, chosen)
+    if not os.environ.get("CUTLASS_HOME"):  # headers that somebody may be editing are used where they are
+        toolkit = replace(toolkit, cutlass=kept_headers(root / layout.build, toolkit.cutlass).relative_to(root))
     manifest = root / layout.manifest
     manifest.parent.mkdir(parents=True, exist_ok=True)
     manifest.write_text(render(layout, toolkit, strict=strict(), output=output), encoding="utf-8")
     command = [_ninja(), "-f", str(layout.manifest), "-j", str(jobs())]
     print(f"quarot: compiling csrc with {toolkit.text} for {chosen.tag}, {jobs()} jobs", flush=True)
-    result = subprocess.run(command, cwd=root, stdout=sys.stdout.fileno() if hasattr(sys.stdout, "fileno") else None)
+    # Commands are the same whichever Python runs them, or ninja would compile everything again for another one.
+    result = subprocess.run(command, cwd=root, env={**os.environ, "QUAROT_BUILD_PYTHON": sys.executable})
     if result.returncode:
         raise BuildError(f"compiling csrc failed (exit status {result.returncode}); the compiler's message is above")
     return layout

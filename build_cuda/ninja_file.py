@@ -63,7 +63,7 @@ def pybind_include() -> str:
 
 def render(layout: Layout, toolkit: Toolkit, *, strict: bool, output: str | None) -> str:
     """The text of build.ninja; ``output`` is the extension module to link, None for the CUDA objects alone."""
-    check = f'"{sys.executable}" build_cuda/checked_nvcc.py{" --strict" if strict else ""}'
+    check = f'"$$QUAROT_BUILD_PYTHON" build_cuda/checked_nvcc.py{" --strict" if strict else ""}'
     includes = f'-Icsrc -isystem "{toolkit.cutlass}"'
     defines = f"-DQUAROT_ARCHITECTURES={','.join(map(str, layout.chosen.cubins))}"
     defines += f" -DQUAROT_PTX_ARCHITECTURES={','.join(map(str, layout.chosen.ptx))}"
