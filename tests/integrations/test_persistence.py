@@ -94,6 +94,26 @@ def test_new_process_gives_the_same_bits(quantized_model, logits, token_ids, tmp
     assert "shared" not in run.stderr.lower()
 
 
+def test_remote_code_loads_where_quarot_was_not_imported(quantized_model, logits, token_ids, tmp_path):
+    model = quantized_model()
+    model.save_pretrained(tmp_path / "m", remote_code=True)
+    torch.save(token_ids, tmp_path / "ids.pt")
+    script = f"""
+        import torch
+        from transformers import AutoModelForCausalLM
+        model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "m")!r}, trust_remote_code=True)
+        ids = torch.load({str(tmp_path / "ids.pt")!r})
+        with torch.no_grad():
+            torch.save(model(ids, use_cache=False).logits, {str(tmp_path / "out.pt")!r})
+    """
+    home = {"HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    run = subprocess.run(command, env=environment() | home, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert torch.equal(torch.load(tmp_path / "out.pt"), logits(model, token_ids))
+    assert torch.equal(logits(quarot.load(tmp_path / "m"), token_ids), logits(model, token_ids))
+
+
 def environment() -> dict[str, str]:
     root = str(Path(quarot.__file__).parents[1])
     return os.environ | {"PYTHONPATH": root + os.pathsep + os.environ.get("PYTHONPATH", ""), "OMP_NUM_THREADS": "1"}

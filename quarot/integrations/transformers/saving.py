@@ -1,8 +1,8 @@
 """``save_pretrained`` that either leaves a whole new checkpoint or the old one.
 
-Everything is written to a hidden folder, beside a new target or inside an old one; only when that succeeded (a full disk
-fails here) the files are renamed into place. ``config.json``, without which a folder does not load, leaves first and
-arrives last.
+Everything is written to a hidden folder, beside a new target or inside an old one; only when that succeeded (a full
+disk fails here) the files are renamed into place. ``config.json``, without which a folder does not load, leaves first
+and arrives last.
 """
 
 from __future__ import annotations
@@ -15,21 +15,9 @@ import types
 from pathlib import Path
 from typing import Any
 
+from quarot.integrations.transformers.card import write_readme, write_remote_code
+
 _CONFIG = "config.json"
-_CARD = """\
----
-library_name: transformers
-tags: [quarot]
----
-Rotated and quantised with quarot (QuaRot, arXiv 2404.00456). Import quarot before loading:
-
-```python
-import quarot
-from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("this folder")  # or quarot.load("this folder")
-```
-"""
 _SHARD = re.compile(r"model(\.[^.]+)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
@@ -45,9 +33,20 @@ def uninstall(model: Any) -> None:
 
 
 def save_pretrained(
-    self: Any, save_directory: str | os.PathLike[str], is_main_process: bool = True, **kwargs: Any
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    remote_code: bool = False,
+    **kwargs: Any,
 ) -> None:
     """As ``PreTrainedModel.save_pretrained``; all its keywords work.
+
+    Args:
+        self: the model.
+        save_directory: a folder, made if it does not exist; other files in it stay.
+        is_main_process: False in all but one process of a distributed job.
+        remote_code: also write a module that imports quarot, so that ``trust_remote_code=True`` loads the checkpoint in
+            a process that did not.
 
     Raises:
         FileExistsError: the target is a file.
@@ -67,7 +66,9 @@ def save_pretrained(
     partial = (target if target.exists() else target.parent) / f".{target.name}.partial-{os.getpid()}"
     try:
         type(self).save_pretrained(self, partial, **kwargs)
-        _write_card(partial, target)
+        write_readme(partial, target)
+        if remote_code:
+            write_remote_code(partial, type(self).__name__.removeprefix("Quarot"))
         _sync(partial)
         _move_into_place(partial, target)
     finally:
@@ -86,12 +87,6 @@ def _move_into_place(partial: Path, target: Path) -> None:
             (target / name).unlink()
     for name in [n for n in names if n != _CONFIG] + [_CONFIG]:
         os.replace(partial / name, target / name)
-
-
-def _write_card(partial: Path, target: Path) -> None:
-    """A README that says how to load the folder: without quarot, transformers makes a random model of it."""
-    if not (partial / "README.md").exists() and not (target / "README.md").exists():
-        (partial / "README.md").write_text(_CARD, encoding="utf-8")
 
 
 def _sync(folder: Path) -> None:
