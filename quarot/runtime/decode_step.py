@@ -80,7 +80,8 @@ class DecodeStep:
             clip, rotate = kv_format.clip, kv_format.rotate
             kv_append(pages.pool, key, value, step.slots, *codes, clip, clip, *rotate)
             query = query.unsqueeze(1).contiguous()
-            out, _ = decode_attention(query, pages.pool, table, step.lengths, *codes, layer.scaling, layer.window, *rotate)
+            how = (*codes, layer.scaling, layer.window, *rotate)
+            out, _ = decode_attention(query, pages.pool, table, step.lengths, *how)
             return out.view(qkv.shape[0], -1)
 
         return attend

@@ -87,7 +87,8 @@ class FusedDecoder:
             raise NotImplementedError(f"activation {activation!r} is not SiLU")
         self.decoder: nn.Module = getattr(model, model.base_model_prefix)
         self.config = self.decoder.config
-        self.embed, self.final_norm = model.get_submodule(architecture.embed), model.get_submodule(architecture.final_norm)
+        self.embed = model.get_submodule(architecture.embed)
+        self.final_norm = model.get_submodule(architecture.final_norm)
         self.rotary: Any = self.decoder.rotary_emb
         layers = [layer for _, layer in decoder_layers(model)]
         heads = (sizes.heads, sizes.kv_heads)

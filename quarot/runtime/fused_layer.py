@@ -47,7 +47,7 @@ class FusedLayer:
             window = None
         self.window: int = window or 0  # type: ignore[assignment]
         self.uses_rope = bool(getattr(self.attention, "use_rope", True))
-        self.head_norms = [self.attention.get_submodule(name) for name in ("q_norm", "k_norm")] if architecture.head_norms else []
+        self.head_norms = [self.attention.get_submodule(path.rpartition(".")[2]) for path in architecture.head_norms]
         self.index = int(self.attention.layer_idx)  # type: ignore[arg-type]
         for norm in (self.attn_norm, self.mlp_norm):
             if norm.weight.is_meta:  # type: ignore[union-attr]
@@ -60,9 +60,11 @@ class FusedLayer:
         residual, qkv = self._norm_project(residual, delta, self.attn_norm, self.qkv)
         out = attend(self, qkv)
         codes, scale = self.o.first.quantize_input(out)
-        residual, gate_up = self._norm_project(residual, self.o(codes, scale, residual.dtype), self.mlp_norm, self.gate_up)
+        delta = self.o(codes, scale, residual.dtype)
+        residual, gate_up = self._norm_project(residual, delta, self.mlp_norm, self.gate_up)
         down = self.down.first
-        order, pow2 = (1, 1) if down.input_rotation is None else (down.input_rotation.order, down.input_rotation.pow2)
+        rotation = down.input_rotation
+        order, pow2 = (1, 1) if rotation is None else (rotation.order, rotation.pow2)
         packed = down._packs_activations(gate_up)
         codes, scale = silu_mul_hadamard_quantize(gate_up, order, pow2, down.a_bits, down.a_clip, packed)
         return residual, self.down(codes, scale, residual.dtype)

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.nn.page_table import StaticTable, Step
+from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.runtime.decode_graph import DecodeGraph, enabled
 from quarot.runtime.fused_decoder import FusedDecoder
 from quarot.runtime.sampling import Sampling
@@ -82,7 +82,8 @@ def generate(
         session = _session(model, fused, input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
         try:
             logits = session.prefill(input_ids, attention_mask, prefill_chunk)
-            new = session.decode(sampling.choose(logits, generator), sampling, generator, max_new_tokens, ends, streamer, input_ids)
+            first = sampling.choose(logits, generator)
+            new = session.decode(first, sampling, generator, max_new_tokens, ends, streamer, input_ids)
         except torch.cuda.OutOfMemoryError as error:
             fused.session = None
             raise torch.cuda.OutOfMemoryError(
@@ -106,13 +107,16 @@ class Session:
         if mask is not None and bool(mask.all()):
             mask = None
         columns = max(1, chunk // ids.shape[0])
-        positions = None if mask is None else (mask.long().cumsum(1) - 1).clamp(min=0)
+        if mask is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)[None]
+        else:
+            positions = (mask.long().cumsum(1) - 1).clamp(min=0)
         for start in range(0, ids.shape[1], columns):
             end = min(start + columns, ids.shape[1])
             out = self.model(
                 input_ids=ids[:, start:end],
                 attention_mask=None if mask is None else mask[:, :end],
-                position_ids=torch.arange(start, end, device=ids.device)[None] if positions is None else positions[:, start:end],
+                position_ids=positions[:, start:end],
                 past_key_values=self.cache,
                 use_cache=True,
                 logits_to_keep=1,
@@ -199,7 +203,8 @@ def _check(model: Any, ids: Tensor, mask: Tensor | None, count: int, streamer: S
         raise ValueError(f"generate: input_ids must be int64 [batch, tokens >= 1], got {ids.dtype} {tuple(ids.shape)}")
     if mask is not None and (mask.shape != ids.shape or not bool(mask[:, -1].all())):
         raise ValueError(
-            f"generate: attention_mask {tuple(mask.shape)} must match input_ids {tuple(ids.shape)} and end in 1: pad on the left"
+            f"generate: attention_mask {tuple(mask.shape)} must match input_ids {tuple(ids.shape)} and end in 1: "
+            "pad on the left"
         )
     if count < 1:
         raise ValueError(f"generate: max_new_tokens={count} must be at least 1")

@@ -1,4 +1,4 @@
-"""Choosing the next token on the GPU: greedy, or temperature with top-k and top-p, as one function that a graph records."""
+"""Choosing the next token on the GPU: greedy, or temperature with top-k and top-p; a graph can record it."""
 
 from __future__ import annotations
 

@@ -78,7 +78,8 @@ def _fill(module: nn.Module, generator: torch.Generator) -> None:
         if parameter.dim() == 1:
             parameter.data.fill_(0.0 if name == "bias" else 1.0)
         else:
-            parameter.data.normal_(std=0.02 if isinstance(module, nn.Embedding) else parameter.shape[-1] ** -0.5, generator=generator)
+            std = 0.02 if isinstance(module, nn.Embedding) else parameter.shape[-1] ** -0.5
+            parameter.data.normal_(std=std, generator=generator)
 
 
 def _restore_buffers(model: Any, config: PretrainedConfig, device: torch.device | str) -> None:
