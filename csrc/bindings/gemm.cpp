@@ -15,22 +15,22 @@ T* pointer(std::uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
-// Kernel and its parameters as Python sees them: [kernel, a, b, c, d]; empty means "choose by size".
+// Kernel and its parameters as Python sees them: [kernel, a, b, c]; empty means "choose by size".
 using Tactic = std::vector<int>;
 
 GemmChoice resolve(const GemmCall& call, const Tactic& tactic) {
     if (tactic.empty()) return gemm_choice(call);
-    if (tactic.size() != 5)
-        throw std::invalid_argument("gemm: a tactic is [kernel, a, b, c, d] (csrc/gemm/dispatch.h) or empty");
-    return {static_cast<GemmKernel>(tactic[0]), tactic[1], tactic[2], tactic[3], tactic[4]};
+    if (tactic.size() != 4)
+        throw std::invalid_argument("gemm: a tactic is [kernel, a, b, c] (csrc/gemm/dispatch.h) or empty");
+    return {static_cast<GemmKernel>(tactic[0]), tactic[1], tactic[2], tactic[3]};
 }
 
-GemmCall sized(int m, int n, int k, int groups, int out_type, int weight_format, bool packed) {
+GemmCall sized(int m, int n, int k, int ldd, int groups, int out_type, int weight_format, bool packed) {
     GemmCall call{};
     call.problem.m = m;
     call.problem.n = n;
     call.problem.k = k;
-    call.problem.ldd = n;
+    call.problem.ldd = ldd;
     call.problem.groups = groups;
     call.problem.type = static_cast<OutputType>(out_type);
     call.problem.format = static_cast<WeightFormat>(weight_format);
@@ -68,20 +68,22 @@ void bind_gemm(pybind11::module_& m) {
         "Integer GEMM; see csrc/gemm/gemm.h. weight_format: 0 int4 tiles, 1 int8 rows (row-major int4 if packed).");
     m.def(
         "gemm_choice",
-        [](int rows, int n, int k, int groups, int out_type, int weight_format, bool packed) {
-            GemmChoice const c = gemm_choice(sized(rows, n, k, groups, out_type, weight_format, packed));
-            return Tactic{static_cast<int>(c.kernel), c.a, c.b, c.c, c.d};
+        [](int rows, int n, int k, int ldd, int groups, int out_type, int weight_format, bool packed) {
+            GemmChoice const c = gemm_choice(sized(rows, n, k, ldd, groups, out_type, weight_format, packed));
+            return Tactic{static_cast<int>(c.kernel), c.a, c.b, c.c};
         },
-        py::arg("m"), py::arg("n"), py::arg("k"), py::arg("groups"), py::arg("out_type"), py::arg("weight_format"),
-        py::arg("packed"),
-        "The tactic [kernel, a, b, c, d] that gemm() takes by itself for this size on the current device.");
+        py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"), py::arg("out_type"),
+        py::arg("weight_format"), py::arg("packed"),
+        "The tactic [kernel, a, b, c] that gemm() takes by itself for this size on the current device.");
     m.def(
         "gemm_workspace_bytes",
-        [](int rows, int n, int k, int weight_format, bool packed, const Tactic& tactic) {
-            GemmCall const call = sized(rows, n, k, 0, 0, weight_format, packed);
+        [](int rows, int n, int k, int ldd, int groups, int out_type, int weight_format, bool packed,
+           const Tactic& tactic) {
+            GemmCall const call = sized(rows, n, k, ldd, groups, out_type, weight_format, packed);
             return gemm_workspace_bytes(call, resolve(call, tactic));
         },
-        py::arg("m"), py::arg("n"), py::arg("k"), py::arg("weight_format"), py::arg("packed"), py::arg("tactic"));
+        py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"), py::arg("out_type"),
+        py::arg("weight_format"), py::arg("packed"), py::arg("tactic"), "Scratch memory gemm() needs, in bytes.");
 }
 
 }  // namespace quarot

@@ -1,71 +1,62 @@
-// The choice of kernel by size. Every number here was measured on an H200 (NOTES.md, "Dispatch") unless it says
-// otherwise.
+// The choice of kernel by size. Every number was measured on an H200 (NOTES.md, "Dispatch") unless it says otherwise.
 #include "gemm/dispatch.h"
-
-#include <algorithm>
 
 namespace quarot {
 namespace {
 
-constexpr int ceil_div(int a, int b) {
-    return (a + b - 1) / b;
-}
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 GemmChoice skinny_choice(GemmSize const& s) {
-    int const tokens = s.m <= 8 ? 8 : s.m <= 16 ? 16 : 32;
-    return {GemmKernel::kSkinny, tokens, 16, 2, 1};
+    if (s.m <= 8) {
+        // Long K: 32 warps have more of it in flight. Short K: 16, twice an SM where there are strips enough for both.
+        if (s.k > 4096) return {GemmKernel::kSkinny, 8, 32, 1};
+        return {GemmKernel::kSkinny, 8, 16, ceil_div(s.n, 16) > 2 * s.sm_count ? 2 : 1};
+    }
+    if (s.m <= 16) return {GemmKernel::kSkinny, 16, 16, 1};
+    // The activations of 32 tokens and 16 warps take 139 KB of shared memory, which sm_86 and sm_89 do not have.
+    bool const small_shared = s.capability == 86 || s.capability == 89;
+    return {GemmKernel::kSkinny, 32, small_shared ? 8 : 16, 1};
 }
 
-/// Splits K so that the blocks come close to one an SM; wider clusters than that only add reduction work.
-GemmChoice split_k_choice(GemmSize const& s) {
-    int const tokens = s.m <= 32 ? 32 : s.m <= 64 ? 64 : 128;
-    GemmChoice best{GemmKernel::kSplitK, tokens, 4, 0, 1};
-    double best_cost = 1e30;
-    for (int warpgroups = 2; warpgroups <= (tokens > 64 ? 3 : 4); ++warpgroups) {
-        for (int cluster = 1; cluster <= 8; ++cluster) {
-            int const clusters = ceil_div(s.n, 64 * warpgroups);
-            int const waves = ceil_div(clusters * cluster, s.sm_count / cluster * cluster);
-            double const work = double(waves) * warpgroups * ceil_div(s.k / 32, cluster);
-            double const cost = work + 24 * waves + 4 * cluster;
-            if (cost < best_cost) {
-                best_cost = cost;
-                best.b = warpgroups;
-                best.d = cluster;
-            }
-        }
-    }
-    return best;
+/// Microseconds of a tile shape: a fixed part, and one for each wave of tiles, proportional to K.
+double wide_cost(GemmSize const& s, int channels, int tokens, double wave_us_at_4096) {
+    int const waves = ceil_div(ceil_div(s.n, channels) * ceil_div(s.m, tokens), s.sm_count);
+    return 2.3 + waves * wave_us_at_4096 * s.k / 4096;
 }
 
 GemmChoice wide_choice(GemmSize const& s) {
-    auto const waves = [&](int channels, int tokens) {
-        return ceil_div(ceil_div(s.n, channels) * ceil_div(s.m, tokens), s.sm_count);
+    constexpr double k128x256 = 22.0, k256x128 = 22.2, k128x64 = 8.8;
+    // Alternating consumers hide the epilogue of a few waves; over many they cost 5 % under the power cap.
+    double const k128x128 = s.m <= 1024 ? 11.0 : 11.7;
+    GemmChoice best{GemmKernel::kWide, 128, 256};
+    double cost = wide_cost(s, 128, 256, k128x256);
+    auto const offer = [&](int channels, int tokens, double wave_us) {
+        double const offered = wide_cost(s, channels, tokens, wave_us);
+        if (offered < cost) cost = offered, best = {GemmKernel::kWide, channels, tokens};
     };
-    if (!s.int4_weight)
-        return s.m <= 512 ? GemmChoice{GemmKernel::kWide, 128, 128} : GemmChoice{GemmKernel::kWide, 128, 256};
-    if (s.m <= 64) return {GemmKernel::kWide, 128, 64};
-    if (s.m <= 128)
-        return waves(256, 128) * 2 <= waves(128, 64) * 2 ? GemmChoice{GemmKernel::kWide, 256, 128}
-                                                         : GemmChoice{GemmKernel::kWide, 128, 64};
-    // Cost of a wave relative to a 128x256 one; the narrow tiles pay more per token.
-    double const c256 = waves(128, 256) * 1.0, c128 = waves(128, 128) * 0.53, c64 = waves(128, 64) * 0.36;
-    if (c64 < std::min(c128, c256)) return {GemmKernel::kWide, 128, 64};
-    return c128 < c256 ? GemmChoice{GemmKernel::kWide, 128, 128} : GemmChoice{GemmKernel::kWide, 128, 256};
+    offer(128, 128, k128x128);
+    if (s.int4_weight) {
+        offer(256, 128, k256x128);
+        offer(128, 64, k128x64);
+    }
+    return best;
 }
 
 }  // namespace
 
 GemmChoice choose_gemm(GemmSize const& s) {
     if (s.grouped) return {GemmKernel::kGrouped};
-    if (s.packed_activations) {  // not measured: no Ampere at hand; the waves argument of the CUTLASS profiler tables
+    if (s.packed_activations) {  // not measured, for want of such a GPU: the largest tile that fills it
         if (s.m <= 64) return {GemmKernel::kInt4Cores, 64, 128};
-        return ceil_div(s.m, 128) * ceil_div(s.n, 256) >= s.sm_count ? GemmChoice{GemmKernel::kInt4Cores, 128, 256}
-                                                                     : GemmChoice{GemmKernel::kInt4Cores, 128, 128};
+        bool const fills = ceil_div(s.m, 128) * ceil_div(s.n, 256) >= s.sm_count;
+        return {GemmKernel::kInt4Cores, 128, fills ? 256 : 128};
     }
-    if (s.capability != 90) return skinny_choice(s);
-    if (s.m <= 16) return skinny_choice(s);
-    if (s.int4_weight && (s.float32_out || s.m <= 64)) return split_k_choice(s);
-    if (s.float32_out || s.m <= 32) return skinny_choice(s);
+    // The CUTLASS kernels write 16-bit rows of 16-byte multiples.
+    if (s.capability != 90 || s.m <= 32 || s.float32_out || !s.vector_rows) return skinny_choice(s);
+    if (s.int4_weight && s.m <= 64 && s.n <= 4096 && s.k <= 4096) return skinny_choice(s);
+    // Few tiles and a long K: only cutting K fills the machine.
+    if (s.int4_weight && s.k >= 10240 && s.n <= (s.m <= 64 ? 8192 : 4096) && s.m <= 128)
+        return {GemmKernel::kWide, 128, 64, 1};
     return wide_choice(s);
 }
 

@@ -4,11 +4,10 @@
 namespace quarot {
 
 enum class GemmKernel : int {
-    kSkinny = 0,    ///< mma.sync, any architecture; a = tokens a pass, b = warps, c = blocks an SM, d = cluster
-    kSplitK = 1,    ///< sm_90a wgmma, K over a cluster; a = tokens a pass, b = warpgroups, d = cluster
-    kWide = 2,      ///< sm_90a CUTLASS; a = channels, b = tokens of the tile
-    kGrouped = 3,   ///< mma.sync with one scale a group
-    kInt4Cores = 4  ///< sm_80/86/89 INT4 tensor cores on packed activations; a = tokens, b = channels of the tile
+    kSkinny = 0,     ///< mma.sync, any architecture; a = tokens a pass, b = warps, c = blocks an SM
+    kWide = 1,       ///< sm_90a CUTLASS; a = channels, b = tokens of the tile, c = 1 for Stream-K
+    kGrouped = 2,    ///< mma.sync with one scale a group
+    kInt4Cores = 3,  ///< sm_80/86/89 INT4 tensor cores on packed activations; a = tokens, b = channels of the tile
 };
 
 struct GemmChoice {
@@ -16,7 +15,6 @@ struct GemmChoice {
     int a = 0;
     int b = 0;
     int c = 0;
-    int d = 1;
 };
 
 /// What the choice depends on.

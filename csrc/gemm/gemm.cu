@@ -5,7 +5,7 @@
 #include "gemm/skinny_launch.cuh"
 #include "gemm/sm80/kernels.h"
 #include "gemm/sm90/kernels.h"
-#include "gemm/sm90/w4a8_split_k.h"
+#include "gemm/sm90/stream_k.h"
 
 namespace quarot {
 namespace {
@@ -63,6 +63,8 @@ GemmChoice gemm_choice(GemmCall const& call) {
 }
 
 std::size_t gemm_workspace_bytes(GemmCall const& call, GemmChoice const& choice) {
+    bool const stream_k = choice.kernel == GemmKernel::kWide && choice.c == 1;
+    if (stream_k) return sm90::w4a8_128x64_stream_k_workspace(hopper_problem(call, current_device().sm_count));
     if (choice.kernel != GemmKernel::kInt4Cores) return 0;
     sm80::GemmProblem const p = int4_problem(call);
     if (choice.a <= 64) return sm80::w4a4_64x128_workspace(p);
@@ -78,21 +80,18 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
     if ((p.groups > 0) != (choice.kernel == GemmKernel::kGrouped)) return cudaErrorInvalidValue;
     switch (choice.kernel) {
         case GemmKernel::kSkinny: {
-            SkinnyConfig const config{choice.a, choice.b, choice.c, choice.d};
+            SkinnyConfig const config{choice.a, choice.b, choice.c};
             return int4 ? skinny_int4(p, config) : skinny_int8(p, config);
         }
         case GemmKernel::kGrouped:
             return skinny_grouped(p);
-        case GemmKernel::kSplitK:
-            if (!int4 || current_device().capability != 90) return cudaErrorInvalidValue;
-            return sm90::w4a8_split_k(p, {choice.a, choice.b, choice.d});
         case GemmKernel::kWide: {
             skinny::DeviceLimits const& device = current_device();
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
             sm90::GemmProblem const problem = hopper_problem(call, device.sm_count);
             if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
             if (choice.a >= 256) return sm90::w4a8_256x128(problem);
-            if (choice.b <= 64) return sm90::w4a8_128x64(problem);
+            if (choice.b <= 64) return choice.c ? sm90::w4a8_128x64_stream_k(problem) : sm90::w4a8_128x64(problem);
             return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
         }
         case GemmKernel::kInt4Cores: {

@@ -32,9 +32,8 @@ struct SkinnyProblem {
 /// How to run it; dispatch.h picks by size, the tuner passes its own.
 struct SkinnyConfig {
     int tokens;   ///< tokens of one pass over the weights: 8, 16 or 32
-    int warps;    ///< 16 or 32 a block
+    int warps;    ///< 8 (32 tokens on GPUs with 99 KB of shared memory), 16 or 32 a block
     int blocks;   ///< resident blocks an SM: 1 or 2
-    int cluster;  ///< blocks that split K among themselves: 1, 2, 4 or 8 (sm_90 only)
 };
 
 }  // namespace quarot

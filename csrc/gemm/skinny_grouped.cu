@@ -156,7 +156,7 @@ cudaError_t run_grouped(SkinnyProblem const& p) {
     SkinnyProblem problem = p;
     void* arguments[] = {&problem, &g};
     return launch(grouped_kernel<Weights, TOKEN_TILES, kWarps>, arguments, dim3(owners, (p.m + kTokens - 1) / kTokens),
-                  kWarps * 32, bytes(g.strips_max, g.phase_groups), 1, limits.capability >= 90, p.stream);
+                  kWarps * 32, bytes(g.strips_max, g.phase_groups), limits.capability >= 90, p.stream);
 }
 
 }  // namespace

@@ -24,25 +24,6 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
-__device__ __forceinline__ void cluster_barrier() {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-#endif
-}
-
-/// One int32 of another block's shared memory (same offset as in this block).
-__device__ __forceinline__ int load_cluster(uint32_t shared_address, int rank) {
-    int value = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    asm volatile(
-        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %1, %2;\nld.shared::cluster.s32 %0, [remote];\n}"
-        : "=r"(value)
-        : "r"(shared_address), "r"(rank)
-        : "memory");
-#endif
-    return value;
-}
-
 __device__ __forceinline__ void copy_16_bytes(uint32_t shared_address, void const* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
 }
@@ -160,11 +141,8 @@ __device__ __forceinline__ void store(void* out, size_t index, float value, Outp
 
 /// The launch geometry, computed once on the host.
 struct Geometry {
-    uint64_t strip_step;  // ceil(strips * 2^32 / owners): owner i starts at strip i * step >> 32, exactly floor(i *
-                          // strips / owners)
+    uint64_t strip_step;  // ceil(strips * 2^32 / blocks): block i starts at i * step >> 32 = floor(i * strips / blocks)
     int units;            // 64-wide units of K, the last may be half
-    int splits;           // blocks of a cluster, each with its own range of units; a power of two
-    int split_shift;      // log2(splits)
     int strips_max;       // most strips any block owns
 };
 
@@ -181,7 +159,7 @@ struct SharedLayout {
     }
 };
 
-/// Blocks `x / splits` own equal shares of the strips, `x % splits` equal shares of K; blockIdx.y is the token block.
+/// Blocks own equal shares of the 16-row strips; blockIdx.y is the token block.
 ///
 /// A warp takes every WARPS-th chunk of K. It copies the chunk's activations to its own corner of shared memory, turns
 /// them into register fragments once, and streams the chunk's weights of all strips past them: no block-wide barrier
@@ -192,23 +170,21 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
     constexpr int kTokens = Layout::kTokens, kThreads = WARPS * 32;
     extern __shared__ __align__(128) char shared[];
     int* const acc = reinterpret_cast<int*>(shared + Layout::tiles(WARPS));  // [strips_max][kTokens][kAccStride]
-    float* const channel_scale = reinterpret_cast<float*>(shared + Layout::tiles(WARPS) + Layout::sums(g.strips_max));
+    float* const channel_scale =
+        reinterpret_cast<float*>(shared + Layout::tiles(WARPS) + Layout::sums(g.strips_max));
     float* const channel_bias = channel_scale + g.strips_max * 16;
     float* const token_scale = channel_bias + g.strips_max * 16;
     int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    // Neighbouring blocks of the resident pair of an SM get neighbouring shares, so that rounding evens out per SM.
-    int const owners = gridDim.x >> g.split_shift;
-    int const rank = blockIdx.x & (g.splits - 1);
-    int owner = blockIdx.x >> g.split_shift;
-    if (g.splits == 1 && BLOCKS == 2 && owners % 2 == 0) {
-        int const half = owners / 2;
+    // The two blocks of an SM (i and i + half the grid) get neighbouring shares, so that rounding evens out per SM.
+    int owner = blockIdx.x;
+    if (BLOCKS == 2 && gridDim.x % 2 == 0) {
+        int const half = gridDim.x / 2;
         owner = owner < half ? 2 * owner : 2 * (owner - half) + 1;
     }
     int const strip_begin = int(owner * g.strip_step >> 32);
     int const strip_count = int((owner + 1) * g.strip_step >> 32) - strip_begin;
-    int const unit_end = (rank + 1) * g.units >> g.split_shift;
-    int unit = (rank * g.units >> g.split_shift) + warp * UNITS;  // this warp's next chunk
+    int unit = warp * UNITS;  // this warp's next chunk
     int const token_begin = blockIdx.y * kTokens;
     int const tokens = min(kTokens, p.m - token_begin);
 
@@ -217,10 +193,10 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
     int item_atoms;    // how many of them exist: none past the end, fewer in the last chunk
     int item_row8;     // from a lane's first row to its second (int8 rows only)
     auto aim = [&](int strip, int first_unit) {
-        bool const valid = first_unit < unit_end;
+        bool const valid = first_unit < g.units;
         int const s = strip_begin + strip;
         item = Weights::lane_pointer(p.weight, s, p.k, p.n, lane) + size_t(first_unit) * Weights::kUnitBytes;
-        item_atoms = valid ? min(2 * unit_end, p.k / 32) - 2 * first_unit : 0;
+        item_atoms = valid ? p.k / 32 - 2 * first_unit : 0;
         item_row8 = s * 16 + lane / 4 + 8 < p.n ? 8 * p.k : 0;
     };
     aim(0, unit);
@@ -252,8 +228,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
                 copy_16_bytes_l1(tile + row * Layout::kRowBytes + vector * 16, codes + size_t(row) * p.k + column);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    if (unit < unit_end) fetch(unit);
-    while (unit < unit_end) {
+    if (unit < g.units) fetch(unit);
+    while (unit < g.units) {
         uint32_t b[TOKEN_TILES][UNITS][4];
         asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncwarp();
@@ -266,7 +242,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
         }
         __syncwarp();
         int const next_unit = unit + WARPS * UNITS;
-        if (next_unit < unit_end) fetch(next_unit);  // the copies land while this chunk is multiplied
+        if (next_unit < g.units) fetch(next_unit);  // the copies land while this chunk is multiplied
 
         for (int strip = 0; strip < strip_count; ++strip) {
             if (strip + 1 < strip_count)
@@ -301,20 +277,10 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
 
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    if (g.splits > 1) cluster_barrier();
-    uint32_t const acc_address = uint32_t(__cvta_generic_to_shared(acc));
-    for (int i = rank * kThreads + threadIdx.x; i < width * tokens; i += kThreads * g.splits) {
+    for (int i = threadIdx.x; i < width * tokens; i += kThreads) {
         int const token = i / width, row = i - token * width;
         int const n = strip_begin * 16 + row;
-        int const slot = ((row / 16) * kTokens + token) * kAccStride + row % 16;
-        int sum = 0;
-        if (g.splits == 1)
-            sum = acc[slot];
-        else {
-#pragma unroll
-            for (int r = 0; r < 8; ++r)
-                if (r < g.splits) sum += load_cluster(acc_address + slot * 4, r);
-        }
+        int const sum = acc[((row / 16) * kTokens + token) * kAccStride + row % 16];
         if (n < p.n) {
             float value = __fmul_rn(__fmul_rn(__fmul_rn(float(sum), Weights::kMultiplier), token_scale[token]),
                                     channel_scale[row]);
@@ -322,7 +288,6 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
             store(p.out, size_t(token_begin + token) * p.ldd + n, value, p.type);
         }
     }
-    if (g.splits > 1) cluster_barrier();  // nobody leaves while others read its sums
 }
 
 }  // namespace quarot::skinny

@@ -59,10 +59,10 @@ def _ready(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _workspace_bytes(m: int, n: int, k: int, weight_format: int, device: int, tactic: tuple[int, ...]) -> int:
+def _workspace_bytes(device: int, *size: int, tactic: tuple[int, ...]) -> int:
     extension: Any = registry.extension()
     with torch.cuda.device(device):
-        return extension.gemm_workspace_bytes(m, n, k, weight_format, True, list(tactic))
+        return extension.gemm_workspace_bytes(*size, list(tactic))
 
 
 def launch(
@@ -109,9 +109,10 @@ def launch(
         kernel_n = -(-n // 8) * 8
         weight_scale = torch.nn.functional.pad(weight_scale, (0, kernel_n - n))
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, kernel_n - n))
+    size = (m, kernel_n, k, stored.shape[1], groups, _OUT_TYPES[out_dtype], weight_format, packed)
     workspace, workspace_bytes = None, 0
-    if packed:
-        workspace_bytes = _workspace_bytes(m, kernel_n, k, weight_format, codes.device.index, tuple(tactic))
+    if packed or m > _WIDE_TOKENS or tactic:
+        workspace_bytes = _workspace_bytes(codes.device.index, *size, tactic=tuple(tactic))
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=codes.device) if workspace_bytes else None
     extension: Any = registry.extension()
     with torch.cuda.device(codes.device):
@@ -122,14 +123,7 @@ def launch(
             weight_scale.data_ptr(),
             0 if bias is None else bias.data_ptr(),
             stored.data_ptr(),
-            m,
-            kernel_n,
-            k,
-            stored.shape[1],
-            groups,
-            _OUT_TYPES[out_dtype],
-            weight_format,
-            packed,
+            *size,
             0 if workspace is None else workspace.data_ptr(),
             workspace_bytes,
             list(tactic),
