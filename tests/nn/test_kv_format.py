@@ -1,0 +1,63 @@
+"""The storage format: groups that fit every head, rounding errors within half a step, R3 that cancels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from quarot import HadamardSpec, QuantKVCache, QuarotConfig
+from quarot.nn.kv_format import KVFormat, dividing_group
+from quarot.rotation.hadamard import hadamard_spec
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "expected"),
+    [(128, 128, 128), (64, 128, 64), (96, 128, 96), (80, 64, 16), (192, 128, 96), (256, 128, 128), (96, 32, 32)],
+)
+def test_groups_divide_the_head(head_dim, group, expected):
+    assert dividing_group(head_dim, group) == expected
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 4), (8, 3), (2, 8)])
+def test_rounding_error_is_half_a_step(head_dim, group, key_bits, value_bits):
+    kv_format = KVFormat(key_bits, value_bits, group, 1.0, hadamard_spec(head_dim))
+    key, value = torch.randn(2, 2, 3, 9, head_dim)
+    got_key, got_value = kv_format.simulate(key, value)
+    width = dividing_group(head_dim, group)
+    for got, x, bits in ((got_key, kv_format.rotate_heads(key), key_bits), (got_value, value, value_bits)):
+        groups = x.unflatten(-1, (-1, width))
+        step = (groups.amax(-1) - groups.amin(-1)) / (2**bits - 1)
+        error = (got.unflatten(-1, (-1, width)) - groups).abs().amax(-1)
+        assert (error <= 0.5 * step + 4e-3).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_rotation_of_keys_cancels_against_that_of_queries(head_dim):
+    kv_format = KVFormat(8, 8, 128, 1.0, hadamard_spec(head_dim))
+    query, key, value = torch.randn(3, 1, 2, 7, head_dim)
+    stored, _ = kv_format.simulate(key, value)
+    scores = kv_format.rotate_heads(query) @ stored.transpose(-1, -2)
+    expected = query @ key.transpose(-1, -2)
+    assert (scores - expected).norm() < 0.02 * expected.norm()
+
+
+def test_sixteen_bit_keys_are_not_rotated():
+    assert KVFormat(16, 4, rotation=HadamardSpec(64, 1, 64)).rotate == (0, 0)
+    assert KVFormat(4, 4, rotation=HadamardSpec(64, 1, 64)).rotate == (1, 64)
+
+
+def test_rotation_of_another_width_is_refused():
+    with pytest.raises(ValueError, match="head_dim of 32"):
+        KVFormat(rotation=HadamardSpec(32, 1, 32)).layout(64)
+
+
+def test_cache_takes_the_format_of_the_model_and_what_is_passed():
+    config = LlamaConfig(num_attention_heads=2, head_dim=64, num_hidden_layers=1)
+    assert QuantKVCache(config).format == KVFormat(4, 4, 128, 0.95, HadamardSpec(64, 1, 64))
+    config.quantization_config = QuarotConfig(k_bits=8, v_bits=3, kv_group_size=32, kv_clip=0.9).to_dict()
+    assert QuantKVCache(config).format == KVFormat(8, 3, 32, 0.9, None)
+    changed = QuantKVCache(config, key_bits=2, group=64, rotate=True, clip=1.0).format
+    assert changed == KVFormat(2, 3, 64, 1.0, HadamardSpec(64, 1, 64))
