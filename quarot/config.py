@@ -1,4 +1,4 @@
-"""``QuarotConfig``: everything that decides what a quantised model is, frozen, validated, and exactly what ``config.json`` stores."""
+"""``QuarotConfig``: all that decides what a quantised model is, frozen, validated, and what ``config.json`` stores."""
 
 from __future__ import annotations
 
@@ -37,22 +37,25 @@ class QuarotConfig(QuantizationConfigMixin):
         gptq_damping: fraction of the mean Hessian diagonal added to it; grows tenfold until the factorisation succeeds.
         gptq_act_order: quantise input columns by falling Hessian diagonal.
         gptq_block_size: columns between two lazy updates.
-        calibration_samples, calibration_length: token windows that GPTQ sees, and tokens in each (the paper: 128 x 2048).
+        calibration_samples, calibration_length: token windows for calibration, tokens in each (the paper: 128 x 2048).
         seed: draws the calibration windows.
         ignore: names or ``re:`` regular expressions of linear modules left in the model's dtype.
         overrides: ``{regex: {field: value}}`` for single linear modules; later entries win.
-        rotation: the :class:`~quarot.rotation.plan.RotationPlan` the model was rotated with, as JSON; None = not rotated.
+        rotation: the :class:`~quarot.rotation.plan.RotationPlan` of the model, as JSON; None = not rotated.
         gptq_quantized_inputs: Hessians from activations quantised as at run time (the paper: from unquantised ones).
         gptq_asymmetric: fit each layer to the full-precision model's output, so that it also corrects the error made
             upstream (in the manner of GPTAQ); a second set of hidden states and a second copy of one decoder layer.
         gptq_weighted_clip: weigh the clip search by the Hessian's diagonal.
+        gptq_relative_error: count the error of layers that write to the residual stream relative to the stream's size
+            at each token, so that single tokens with massive activations do not dominate.
         gptq_bias_correction: add the mean error of a layer's output to its bias, where it has one.
         a_clip_search: choose the clip ratio of each layer's input by its output error on the calibration windows,
             instead of ``a_clip`` everywhere; the ratios found are stored as ``overrides``.
-        tune_steps: steps of distillation from the full-precision model once everything is quantised (:mod:`quarot.tuning`);
-            0 for none (the paper).
+        tune_steps: steps of distillation from the full-precision model once everything is quantised
+            (:mod:`quarot.tuning`); 0 for none (the paper).
         tune_learning_rate: of the weights, in steps of their grid.
         tune_batch_size: calibration windows in each step.
+        tune_seconds: fewer steps where this time does not suffice for them; results then depend on the machine.
         rotation_steps: steps of learning R1, R2 and the scales in front of R4 before anything is quantised
             (:mod:`quarot.rotation.learned`); 0 for none (the paper: random).
         resampling_rounds: how often the calibration windows are resampled by the model itself, for what is trained on
@@ -86,10 +89,12 @@ class QuarotConfig(QuantizationConfigMixin):
     gptq_asymmetric: bool = False
     gptq_weighted_clip: bool = False
     gptq_bias_correction: bool = False
+    gptq_relative_error: bool = False
     a_clip_search: bool = False
     tune_steps: int = 0
     tune_learning_rate: float = 0.002
     tune_batch_size: int = 8
+    tune_seconds: float | None = None
     rotation_steps: int = 0
     resampling_rounds: int = 0
 
@@ -214,7 +219,8 @@ class QuarotConfig(QuantizationConfigMixin):
         version = data.get("format_version", FORMAT_VERSION)
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise ValueError(
-                f"this checkpoint has quarot format_version {version}; this quarot reads up to {FORMAT_VERSION}: upgrade quarot"
+                f"this checkpoint has quarot format_version {version};"
+                f" this quarot reads up to {FORMAT_VERSION}: upgrade quarot"
             )
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(data) - known)

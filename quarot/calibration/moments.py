@@ -1,4 +1,4 @@
-"""Second moments of a layer's inputs, the statistics that GPTQ works from."""
+"""Moments of a layer's inputs, the statistics that GPTQ works from."""
 
 from __future__ import annotations
 
@@ -6,57 +6,49 @@ import torch
 
 
 class Moments:
-    """Means over tokens of ``x x^T`` (the Hessian, [K, K]) and, given targets, of ``t x^T`` ([T, K]); fp32 sums.
+    """Weighted means over tokens of ``x`` and ``x x^T`` (the Hessian) and, given targets t, of ``t`` and ``t x^T``.
 
-    x [..., K] is the input of the layer that is being quantised; t [..., T] is anything of the same tokens.
+    x [..., K] is the input of the layer that is being quantised; t [..., T] is anything of the same tokens. fp32 sums.
     """
 
     def __init__(self) -> None:
-        self.tokens = 0
-        self._squares: torch.Tensor | None = None
-        self._sums: dict[str, torch.Tensor] = {}
-        self._crossed: dict[str, torch.Tensor] = {}
+        self._weight: torch.Tensor | float = 0.0
+        self._means: dict[str, torch.Tensor] = {}
+        self._products: dict[str, torch.Tensor] = {}
 
-    def add(self, x: torch.Tensor, **targets: torch.Tensor) -> None:
-        """Count the tokens of one step."""
-        rows = x.reshape(-1, x.shape[-1]).float()
-        with _exact_float32():
-            self._squares = _accumulated(self._squares, rows, rows)
-            self._sums["x"] = self._sums.get("x", 0) + rows.sum(0)
-            for name, target in targets.items():
-                other = target.reshape(-1, target.shape[-1]).float()
-                self._crossed[name] = _accumulated(self._crossed.get(name), other, rows)
-                self._sums[name] = self._sums.get(name, 0) + other.sum(0)
-        self.tokens += rows.shape[0]
+    def add(self, x: torch.Tensor, weight: torch.Tensor | None = None, **targets: torch.Tensor) -> None:
+        """Count the tokens of one step, each with its ``weight`` [..., 1] (1 when None)."""
+        root = torch.ones(1, 1, device=x.device) if weight is None else weight.reshape(-1, 1).float().sqrt()
+        rows = x.reshape(-1, x.shape[-1]).float() * root
+        self._weight = self._weight + root.square().sum() * (rows.shape[0] if weight is None else 1)
+        before = torch.backends.cuda.matmul.allow_tf32
+        torch.backends.cuda.matmul.allow_tf32 = False  # Hessians need their small eigenvalues
+        try:
+            for name, values in {"x": x, **targets}.items():
+                other = rows if name == "x" else values.reshape(-1, values.shape[-1]).float() * root
+                self._means[name] = self._means.get(name, 0.0) + (other * root).sum(0)
+                if name in self._products:
+                    self._products[name].addmm_(other.T, rows)
+                else:
+                    self._products[name] = other.T @ rows
+        finally:
+            torch.backends.cuda.matmul.allow_tf32 = before
 
     @property
     def hessian(self) -> torch.Tensor:
-        """fp32 [K, K]."""
-        if self._squares is None:
+        """fp32 [K, K].
+
+        Raises:
+            ValueError: no tokens were counted.
+        """
+        if "x" not in self._products:
             raise ValueError("no calibration tokens reached this layer")
-        return self._squares / self.tokens
+        return self._products["x"] / self._weight
 
     def cross(self, name: str) -> torch.Tensor:
         """fp32 [T, K] of the target of that name."""
-        return self._crossed[name] / self.tokens
+        return self._products[name] / self._weight
 
     def mean(self, name: str = "x") -> torch.Tensor:
         """fp32 mean of the inputs ([K]) or of the target of that name ([T])."""
-        return self._sums[name] / self.tokens
-
-
-def _accumulated(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    if total is None:
-        return left.T @ right
-    return total.addmm_(left.T, right)
-
-
-class _exact_float32:
-    """No TF32 inside: Hessians need their small eigenvalues."""
-
-    def __enter__(self) -> None:
-        self._before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.allow_tf32 = self._before
+        return self._means[name] / self._weight

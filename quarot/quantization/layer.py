@@ -194,7 +194,7 @@ class LayerQuantizer:
         for step, hidden in enumerate(self.inputs.steps):
             watched = self._stream(self.layer, path)
             x, stream = _input_of(self.inputs, self.index, self.layer, self.observed[path], hidden, watched)
-            targets = {}
+            weight, targets = None, {}
             if self.reference is not None and self.original is not None:
                 teacher, hidden = self._teachers[path], self.reference.steps[step]
                 watched = self._stream(self.original, path)
@@ -202,7 +202,10 @@ class LayerQuantizer:
                 if writes:
                     scale = getattr(self.layer, "residual_multiplier", 1.0)  # Granite scales what it adds
                     targets["residual"] = (clean.float() - stream.float()) / scale
-            moments.add(x, **targets)
+            if writes and self.configs[path].gptq_relative_error:
+                # The next norm divides the stream by its size, so an error counts relative to that.
+                weight = stream.float().square().mean(-1, keepdim=True).clamp_min(1e-12).reciprocal()
+            moments.add(x, weight, **targets)
         return moments
 
     def _stream(self, layer: nn.Module, path: str) -> nn.Module:

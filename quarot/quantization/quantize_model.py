@@ -14,6 +14,7 @@ from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.resampling import resampled_windows
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
+from quarot.nn.split_experts import split_experts
 from quarot.progress import progress_bar
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.head import quantize_head
@@ -21,6 +22,7 @@ from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.presets import preset_fields
 from quarot.quantization.progress_store import ProgressStore, fingerprint
 from quarot.quantization.selection import selected
+from quarot.rotation.refinement import Refinement
 
 logger = logging.getLogger("quarot")
 
@@ -59,10 +61,10 @@ def quantize_model(
     Memory beyond the model: one set of hidden states (windows x length x hidden, in the model's dtype) and the
     statistics of one layer; more only with ``tune_steps`` (:mod:`quarot.tuning.tune`). GPTQ follows the data: q, k, v;
     then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the online
-    rotations.
+    rotations. Experts of a mixture are rounded to nearest.
 
     Raises:
-        NotImplementedError: a family that is not supported, or experts.
+        NotImplementedError: a family that is not supported, or tuning a mixture of experts.
         ValueError: already quantised, widths or groups that do not fit (naming the layer), no or too little calibration
             text, NaN weights (naming the layer), or a ``resume_dir`` of another run. The model is untouched in all but
             the NaN case.
@@ -71,6 +73,9 @@ def quantize_model(
     config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
     config = config.replace(rotation=_rotation_of(model, config))
     configs = selected(model, record, config)
+    if record.experts is not None:
+        split_experts(model)
+        configs = selected(model, record, config)
     windows = _windows(configs, config, calibration, tokenizer)
     store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(model, config, windows))
     where = None if device is None else torch.device(device)
@@ -181,10 +186,13 @@ def _quantize_and_train(
     material = resampled_windows(model, windows, config.resampling_rounds, config.seed, config.tune_batch_size)
     targets = final_states(model, material, config.tune_batch_size)
     if config.rotation_steps:
-        residual = _learn_rotation(model, config, material, targets, store, progress)
+        residual, refinement = _learn_rotation(model, config, material, targets, store, progress)
+        configs = _with_clips(model, configs, refinement)
         targets = (targets.float() @ residual.float()).to(targets.dtype)
         config = config.replace(rotation=model.quarot_rotation.to_dict())
-    clips, latents = _quantize_layers(model, configs, windows, store, config, device, progress)
+    clips = {name: chosen.a_clip for name, chosen in configs.items() if config.rotation_steps and chosen.a_bits < 16}
+    searched, latents = _quantize_layers(model, configs, windows, store, config, device, progress)
+    clips |= searched
     if config.tune_steps:
         clips |= tune(model, config, material, targets, latents, progress)
     model.to(home)
@@ -198,14 +206,13 @@ def _learn_rotation(
     targets: torch.Tensor,
     store: ProgressStore | None,
     progress: bool,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Refinement]:
     """Refine the rotation of the model in place; returns the change of the residual basis, [hidden, hidden]."""
     from quarot.rotation.learned import apply_refinement, learn_refinement
-    from quarot.rotation.refinement import Refinement
 
     found = None if store is None else store.load_tensors("rotation")
     if found is not None:
-        refinement = Refinement(geometry(model), targets.device)
+        refinement = Refinement(geometry(model), config.a_clip, targets.device)
         refinement.load_state_dict(found)
     else:
         refinement, _ = learn_refinement(
@@ -219,7 +226,18 @@ def _learn_rotation(
         )
         if store is not None:
             store.save_tensors("rotation", refinement.state_dict())
-    return apply_refinement(model, refinement)
+    return apply_refinement(model, refinement), refinement
+
+
+def _with_clips(model: Any, configs: dict[str, QuarotConfig], refinement: Refinement) -> dict[str, QuarotConfig]:
+    """The layers' settings with the clip ratios that were learned with the rotation."""
+    found = dict(configs)
+    for index, (name, _) in enumerate(decoder_layers(model)):
+        for slot, projections in architecture_of(model).slots.items():
+            for full in (f"{name}.{projection.path}" for projection in projections):
+                if full in found and found[full].a_bits < 16:
+                    found[full] = found[full].replace(a_clip=refinement.clip(index, slot))
+    return found
 
 
 def _rotation_of(model: Any, config: QuarotConfig) -> dict[str, Any] | None:

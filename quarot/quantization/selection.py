@@ -15,15 +15,18 @@ def selected(model: nn.Module, record: Architecture, config: QuarotConfig) -> di
     """The settings of every linear layer to quantise, by name in the model.
 
     Raises:
-        NotImplementedError: the family has experts.
+        NotImplementedError: a model with experts is to be tuned.
         ValueError: a layer is quantised already, is of a foreign kind, is offloaded, or does not fit its settings; or
             the head is to be quantised while it shares its weight with the embedding.
     """
-    if record.experts is not None:
-        raise NotImplementedError(f"{record.family}: experts cannot be quantised yet; dense models of this library can")
+    if record.experts is not None and config.tune_steps:
+        raise NotImplementedError(f"{record.family}: a mixture of experts cannot be tuned; set tune_steps=0")
     chosen = {}
-    for name, module, _ in linear_modules(model):
+    for name, module, role in linear_modules(model):
         own = config.for_module(name)
+        if role.startswith("expert"):
+            # A few hundred windows leave some experts with too few tokens for a Hessian: these weights are rounded.
+            own = own.replace(w_method="rtn", a_clip_search=False)
         if isinstance(module, QuantLinear):
             raise ValueError(f"{name} is quantised already; quantize_model needs the full-precision model")
         if config.ignores(name) or own.w_bits == own.a_bits == 16:

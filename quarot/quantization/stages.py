@@ -6,15 +6,19 @@ from torch import nn
 
 from quarot.architectures import Architecture, has_submodule
 from quarot.config import QuarotConfig
+from quarot.nn.expert_list import ExpertList
 
 Stage = tuple[str, ...]
 """Paths, inside a decoder layer, of linear layers with one common input."""
 
 
 def stages(record: Architecture, layer: nn.Module) -> list[Stage]:
-    """``(q, k, v), (o,), (gate, up), (down,)`` of one layer, or their fused forms."""
-    groups = (record.attn_in, (record.attn_out,), record.mlp_in, (record.mlp_out,))
-    paths = (tuple(p.path for p in group if has_submodule(layer, p.path)) for group in groups)
+    """``(q, k, v), (o,), (gate, up), (down,)`` of one layer, or their fused forms; those of an expert one by one."""
+    paths = [tuple(p.path for p in group if has_submodule(layer, p.path)) for group in record.slots.values()]
+    if record.experts is not None and has_submodule(layer, record.experts.module):
+        experts = layer.get_submodule(record.experts.module)
+        if isinstance(experts, ExpertList):
+            paths += [(f"{record.experts.module}.{path}",) for path, _, _ in experts.linears()]
     return [stage for stage in paths if stage]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -38,6 +39,7 @@ def optimize(
     seed: int,
     description: str,
     progress: bool = True,
+    seconds: float | None = None,
 ) -> list[float]:
     """Minimise the mean of ``loss_of`` over the windows; returns the loss of every step.
 
@@ -47,6 +49,8 @@ def optimize(
         windows: int64 [W, T]; every window is drawn once before any is drawn again.
         targets: [W, T, hidden], on any device.
         steps, batch_size, seed: length of the training, windows a step, order of the windows.
+        description, progress: of the progress bar.
+        seconds: as many of the steps as fit into this time, by the duration of a trial step; None for all of them.
 
     Raises:
         FloatingPointError: the loss is not finite.
@@ -71,7 +75,10 @@ def optimize(
         optimizer.zero_grad(set_to_none=True)
         return step()
 
+    begin = time.monotonic()
     run = _recorded(step, optimizer) if graphed and steps > _EAGER_STEPS else None
+    if seconds is not None:
+        steps = min(steps, _affordable(run or eager, device, seconds - (time.monotonic() - begin)))
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     losses: list[Tensor] = []
@@ -127,6 +134,19 @@ def _recorded(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> C
         return loss
 
     return replay
+
+
+def _affordable(run: Callable[[], Tensor], device: torch.device, seconds: float) -> int:
+    """How many steps fit into ``seconds``, at least one; tried at a learning rate of zero."""
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.monotonic()
+    run()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    one = time.monotonic() - start
+    return max(1, int((seconds - 3 * one) / one))
 
 
 def _set_rates(optimizer: torch.optim.Optimizer, index: int, steps: int) -> None:

@@ -1,65 +1,139 @@
-"""The quantisers of the run-time path with gradients: the same integers forward, rounding as the identity backward."""
+"""The quantisers of the run-time path with gradients: the same integers forward, rounding as the identity backward.
+
+Scales are part of the graph, so that a rotation learns to make the largest value smaller and a clip ratio or a weight
+scale learns itself (in the manner of learned step sizes, Esser et al., 2020): with t = x / s and q its code,
+``y = s q`` has dy/dx = 1 inside the range and 0 outside, and dy/ds = q - t inside, q (the end of the range) outside.
+
+Written as autograd functions that keep nothing but their input: through PyTorch's own operations each of these would
+keep five fp32 copies of every activation.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quarot.ops.quantize_per_token import SMALLEST_SCALE
 
 
-class _Round(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.round()
+class _Activations(torch.autograd.Function):
+    """``s * clamp(rint(x / s))``, ``s = max|x| * clip / qmax`` over the last dimension."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
+    def forward(ctx: Any, x: Tensor, clip: Tensor, bits: int) -> Tensor:
+        ctx.save_for_backward(x, clip)
+        ctx.qmax = 2 ** (bits - 1) - 1
+        position, scale, _ = _position(x, clip, ctx.qmax)
+        return position.round_().clamp_(-ctx.qmax - 1, ctx.qmax).mul_(scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, clip = ctx.saved_tensors
+        qmax, gradient = ctx.qmax, gradients[0].float()
+        position, _, largest = _position(x, clip, qmax)
+        outside = position != position.clamp(-qmax - 1, qmax)
+        code = position.round().clamp_(-qmax - 1, qmax)
+        of_scale = (gradient * torch.where(outside, code, code - position)).sum(-1, keepdim=True)
+        of_x = gradient.masked_fill(outside, 0)
+        of_x.addcmul_((x.abs() == largest.to(x.dtype)) * x.sign(), of_scale * (clip / qmax))
+        return of_x.to(x.dtype), (of_scale * largest).sum().reshape(clip.shape) / qmax, None
 
 
-def round_through(x: torch.Tensor) -> torch.Tensor:
-    """Half to even; gradient 1."""
-    return _Round.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+def _position(x: Tensor, clip: Tensor, qmax: int) -> tuple[Tensor, Tensor, Tensor]:
+    """fp32 x / s, s and max|x|."""
+    largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32)
+    scale = (largest * (clip / qmax)).clamp_min(SMALLEST_SCALE)
+    return x / scale, scale, largest
 
 
-def quantize_activations(x: torch.Tensor, bits: int, clip: torch.Tensor, group_size: int | None) -> torch.Tensor:
+def quantize_activations(x: Tensor, bits: int, clip: Tensor, group_size: int | None) -> Tensor:
     """:mod:`quarot.ops.quantize_per_token` and back, [..., K] in the dtype of x; gradients to x and ``clip`` (scalar).
 
-    Inside the clipped range x has gradient 1; the largest value of a row and the clip ratio get that of the scale.
+    The largest value of a row and the clip ratio get the gradient of the scale. 16 bits: x itself.
     """
     if bits == 16:
         return x
-    qmax = 2 ** (bits - 1) - 1
-    rows = x.float().unflatten(-1, (-1, group_size or x.shape[-1]))
-    scale = (rows.abs().amax(-1, keepdim=True) * (clip / qmax)).clamp_min(SMALLEST_SCALE)
-    codes = round_through((rows / scale).clamp(-qmax - 1, qmax))
-    return (codes * scale).flatten(-2).to(x.dtype)
+    if group_size is None:
+        return _Activations.apply(x, clip, bits)  # type: ignore[no-untyped-call,no-any-return]
+    rows = x.unflatten(-1, (-1, group_size))
+    return _Activations.apply(rows, clip, bits).flatten(-2)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def quantize_cache(x: torch.Tensor, bits: int, clip: float, group_size: int) -> torch.Tensor:
-    """What the cache of ``bits`` gives back for x [..., head_dim]; gradient 1 everywhere."""
+class _Cache(torch.autograd.Function):
+    """``s * code + b`` over groups, ``b = min * clip``, ``s = (max - min) * clip / top``, both rounded to fp16."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, clip: float, top: int) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.clip, ctx.top = clip, top
+        position, scale, offset = _cache_position(x, clip, top)
+        return position.round_().clamp_(0, top).mul_(scale).add_(offset).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        position, _, _ = _cache_position(x, ctx.clip, ctx.top)
+        gradient = gradients[0].float()
+        outside = position != position.clamp(0, ctx.top)
+        code = position.round().clamp_(0, ctx.top)
+        of_scale = (gradient * torch.where(outside, code, code - position)).sum(-1, keepdim=True) * (ctx.clip / ctx.top)
+        of_offset = (gradient * outside).sum(-1, keepdim=True) * ctx.clip
+        of_x = gradient.masked_fill(outside, 0)
+        of_x += (x == x.amax(-1, keepdim=True)) * of_scale
+        of_x += (x == x.amin(-1, keepdim=True)) * (of_offset - of_scale)
+        return of_x.to(x.dtype), None, None
+
+
+def _cache_position(x: Tensor, clip: float, top: int) -> tuple[Tensor, Tensor, Tensor]:
+    wide = x.float()
+    low, high = wide.amin(-1, keepdim=True) * clip, wide.amax(-1, keepdim=True) * clip
+    scale, offset = ((high - low) / top).half().float(), low.half().float()
+    return torch.where(scale > 0, (wide - offset) / scale, 0.0), scale, offset
+
+
+def quantize_cache(x: Tensor, bits: int, clip: float, group_size: int) -> Tensor:
+    """What the cache of ``bits`` gives back for x [..., head_dim]; ends of a group's range get the scale's gradient."""
     if bits == 16:
         return x
-    with torch.no_grad():
-        groups = x.float().unflatten(-1, (-1, group_size))
-        low = groups.amin(-1, keepdim=True) * clip
-        top = 2**bits - 1
-        scale = ((groups.amax(-1, keepdim=True) * clip - low) / top).half().float()
-        offset = low.half().float()
-        codes = torch.where(scale > 0, (groups - offset) / scale, 0.0).round_().clamp_(0, top)
-        change = (codes * scale + offset - groups).flatten(-2)
-    return x + change.to(x.dtype)
+    groups = x.unflatten(-1, (-1, group_size))
+    return _Cache.apply(groups, clip, 2**bits - 1).flatten(-2)  # type: ignore[no-untyped-call,no-any-return]
 
 
-def quantize_weights(latent: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, bits: int) -> torch.Tensor:
-    """``(clamp(round(latent)) - zero) * scale``, [N, K]: the learned step size quantiser (Esser et al., 2020).
+class _Weights(torch.autograd.Function):
+    """``step * (clamp(rint(weight / step) + zero) - zero)`` for weight [N, G, K/G], step and zero [N, G, 1]."""
 
-    ``latent`` [N, K] is in units of the scale; ``scale`` and ``zero`` [N, G]. Gradients to latent (inside the range)
-    and scale.
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, step: Tensor, zero: Tensor | None, half: int) -> Tensor:
+        ctx.save_for_backward(weight, step, zero)
+        ctx.half = half
+        return _centred_codes(weight / step, zero, half).mul_(step)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        weight, step, zero = ctx.saved_tensors
+        gradient = gradients[0].float()
+        position = weight / step
+        codes = _centred_codes(position.clone(), zero, ctx.half)
+        # Half a step beyond the last code still rounds to it, and may come back.
+        outside = (position - codes).abs() > 0.5
+        of_step = torch.where(outside, codes, codes - position).mul_(gradient).sum(-1, keepdim=True)
+        return gradient.masked_fill(outside, 0), of_step, None, None
+
+
+def _centred_codes(position: Tensor, zero: Tensor | None, half: int) -> Tensor:
+    """Codes minus zeros; works in place."""
+    if zero is None:
+        return position.round_().clamp_(-half, half - 1)
+    return position.round_().add_(zero).clamp_(-half, half - 1).sub_(zero)
+
+
+def quantize_weights(weight: Tensor, step: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+    """``step * (code - zero)`` with ``code = clamp(rint(weight / step) + zero)``, fp32 [N, K]; step and zero [N, G].
+
+    Gradients to the weight (inside the range) and to the step.
     """
-    half = 2 ** (bits - 1)
-    codes = round_through(latent.clamp(-half, half - 1)).unflatten(-1, (scale.shape[1], -1))
-    centred = codes if zero is None else codes - zero[..., None]
-    return (centred * scale[..., None]).flatten(-2)
+    groups = weight.unflatten(-1, (step.shape[1], -1))
+    wide_zero = None if zero is None else zero[..., None]
+    return _Weights.apply(groups, step[..., None], wide_zero, 2 ** (bits - 1)).flatten(-2)  # type: ignore[no-untyped-call,no-any-return]

@@ -8,49 +8,53 @@ from torch.nn import functional as F
 
 from quarot.nn.quant_linear import QuantLinear
 from quarot.quantization.storage import store
-from quarot.tuning.straight_through import quantize_activations, quantize_weights
-from quarot.tuning.transform import transform
+from quarot.tuning.shared_input import SharedInput
+from quarot.tuning.straight_through import quantize_weights
 
 
 class TrainableLinear(nn.Module):
     """The same integers as its source, as differentiable floats.
 
     Attributes:
-        latent: [N, K] fp32, rounds to the codes; in units of the scale, so that one learning rate fits all rows.
-        log_scale: [N, G] fp32, what the scales are multiplied by, as a logarithm.
+        latent: [N, K] fp32, the weight in units of the scale it starts with, so that one learning rate fits all rows.
+        log_step: [N, G] fp32, logarithm of the scale in the same unit; zero at the start.
         clip: scalar, the activation clip ratio; layers that share an input share this parameter.
+        shared: quantises the input.
     """
 
-    def __init__(self, source: QuantLinear, latent: torch.Tensor | None, clip: nn.Parameter) -> None:
+    def __init__(
+        self, source: QuantLinear, latent: torch.Tensor | None, shared: SharedInput, clip: nn.Parameter
+    ) -> None:
         super().__init__()
-        self.source = source
-        self.clip = clip
+        self.source, self.shared, self.clip = source, shared, clip
         self.latent: nn.Parameter | None = None
         if source.w_bits == 16:
             return
-        half = 2 ** (source.w_bits - 1)
+        self._half = 2 ** (source.w_bits - 1)
         codes = source.codes().float()
-        start = codes if latent is None else latent.to(codes.device).clamp(-half - 0.4, half - 1 + 0.4)
+        start = codes if latent is None else latent.to(codes.device).clamp(-self._half - 0.4, self._half - 1 + 0.4)
         # GPTQ's codes are its latents rounded, up to fp32; where a tie fell the other way, the code counts.
-        start = torch.where(start.round().clamp(-half, half - 1) == codes, start, codes)
-        self.latent = nn.Parameter(start)
+        start = torch.where(start.round().clamp(-self._half, self._half - 1) == codes, start, codes)
         scale = source.weight_scale.detach().reshape(source.out_features, -1)
+        zero = None if source.weight_zero is None else source.weight_zero.detach().reshape(scale.shape)
         self.register_buffer("scale", scale, persistent=False)
-        self.log_scale = nn.Parameter(torch.zeros_like(scale))
+        self.register_buffer("zero", zero, persistent=False)
+        if zero is not None:
+            start = (start.unflatten(-1, (zero.shape[1], -1)) - zero[..., None]).flatten(-2)
+        self.latent = nn.Parameter(start)
+        self.log_step = nn.Parameter(torch.zeros_like(scale))
 
     def weight(self) -> torch.Tensor:
         """fp32 [N, K] with gradients."""
         if self.latent is None:
             return self.source.qweight
-        zero = self.source.weight_zero
-        zero = None if zero is None else zero.detach().reshape(self.scale.shape)
-        return quantize_weights(self.latent, self.scale * self.log_scale.exp(), zero, self.source.w_bits)
+        values = quantize_weights(self.latent, self.log_step.exp(), self.zero, self.source.w_bits)
+        return (values.unflatten(-1, (self.scale.shape[1], -1)) * self.scale[..., None]).flatten(-2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
-        source = self.source
-        x = quantize_activations(transform(x, source.input_rotation), source.a_bits, self.clip, source.a_group_size)
-        return F.linear(x, self.weight().to(x.dtype), None if source.bias is None else source.bias.to(x.dtype))
+        bias = None if self.source.bias is None else self.source.bias.to(x.dtype)
+        return F.linear(self.shared(x, self.clip), self.weight().to(x.dtype), bias)
 
     @torch.no_grad()
     def finish(self) -> QuantLinear:
@@ -58,9 +62,11 @@ class TrainableLinear(nn.Module):
         source = self.source
         source.a_clip = round(float(self.clip.clamp(0.05, 1.0)), 6)
         if self.latent is not None:
-            half = 2 ** (source.w_bits - 1)
-            codes = self.latent.round().clamp_(-half, half - 1).to(torch.int8)
-            scale = (self.scale * self.log_scale.exp()).reshape(source.weight_scale.shape)
+            step = self.log_step.exp()
+            codes = (self.latent.unflatten(-1, (step.shape[1], -1)) / step[..., None]).round_()
+            if self.zero is not None:
+                codes += self.zero[..., None]
+            codes = codes.clamp_(-self._half, self._half - 1).flatten(-2).to(torch.int8)
             source.qweight.data = store(codes, source.w_bits)
-            source.weight_scale.data = scale.contiguous()
+            source.weight_scale.data = (self.scale * step).reshape(source.weight_scale.shape).contiguous()
         return source

@@ -22,6 +22,7 @@ from quarot.quantization.stages import stages
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
 from quarot.tuning.optimize import frozen, optimize
+from quarot.tuning.shared_input import SharedInput
 from quarot.tuning.trainable_linear import TrainableLinear
 
 
@@ -82,6 +83,7 @@ def tune(
             seed=config.seed,
             description="tuning",
             progress=progress,
+            seconds=config.tune_seconds,
         )
     return {name: layer.source.a_clip for name, layer in layers.items() if layer.source.a_bits < 16}
 
@@ -103,12 +105,16 @@ def _trainable(model: nn.Module, latents: dict[str, torch.Tensor]) -> Iterator[d
         for stage in stages(record, layer):
             sources = {path: layer.get_submodule(path) for path in stage}
             integer = {path: s for path, s in sources.items() if isinstance(s, QuantLinear)}
-            clips: dict[int, nn.Parameter] = {}
+            shared: dict[tuple[int, int | None], tuple[SharedInput, nn.Parameter]] = {}
             for path, source in integer.items():
-                start = torch.tensor(source.a_clip, device=source.qweight.device)
-                clip = clips.setdefault(source.a_bits, nn.Parameter(start))
-                layers[f"{name}.{path}"] = TrainableLinear(source, latents.get(f"{name}.{path}"), clip)
-                layer.set_submodule(path, layers[f"{name}.{path}"])
+                key = source.a_bits, source.a_group_size
+                readers = sum((s.a_bits, s.a_group_size) == key for s in integer.values())
+                if key not in shared:
+                    clip = nn.Parameter(torch.tensor(source.a_clip, device=source.qweight.device))
+                    shared[key] = SharedInput(source.input_rotation, *key, readers), clip
+                full = f"{name}.{path}"
+                layers[full] = TrainableLinear(source, latents.get(full), *shared[key])
+                layer.set_submodule(path, layers[full])
     try:
         yield layers
     finally:
@@ -119,7 +125,7 @@ def _trainable(model: nn.Module, latents: dict[str, torch.Tensor]) -> Iterator[d
 def _parameter_groups(layers: list[TrainableLinear], rate: float) -> list[dict[str, Any]]:
     """Peak learning rates: latents in steps of their grid, scales relative, clip ratios absolute."""
     latents = [layer.latent for layer in layers if layer.latent is not None]
-    scales = [layer.log_scale for layer in layers if layer.latent is not None]
-    clips = list({id(layer.clip): layer.clip for layer in layers if layer.source.a_bits < 16}.values())
+    scales = [layer.log_step for layer in layers if layer.latent is not None]
+    clips = list({id(p): p for p in (layer.clip for layer in layers if layer.source.a_bits < 16)}.values())
     rates = ((latents, rate), (scales, rate / 2), (clips, rate / 2))
     return [{"params": parameters, "base": base} for parameters, base in rates if parameters]
