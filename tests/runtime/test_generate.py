@@ -1,0 +1,127 @@
+"""``quarot.generate`` against transformers' loop, and its own promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import quarot
+from quarot.runtime.sampling import Sampling
+
+
+@pytest.fixture
+def model(tiny_model):
+    model = tiny_model("llama")
+    quarot.rotate_model(model, progress=False)
+    return quarot.quantize_model(model, w_method="rtn", progress=False)
+
+
+def test_greedy_equals_transformers(model, token_ids):
+    mask = torch.ones_like(token_ids)
+    mask[0, :6] = 0
+    for attention_mask in (None, mask):
+        ours = quarot.generate(model, token_ids, attention_mask=attention_mask, max_new_tokens=10, eos_token_id=())
+        given = torch.ones_like(token_ids) if attention_mask is None else attention_mask
+        theirs = model.generate(
+            token_ids, attention_mask=given, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert torch.equal(ours, theirs)
+
+
+def test_a_row_equals_the_row_alone(model, token_ids):
+    together = quarot.generate(model, token_ids, max_new_tokens=6, eos_token_id=())
+    alone = quarot.generate(model, token_ids[1:], max_new_tokens=6, eos_token_id=())
+    assert torch.equal(together[1:], alone)
+
+
+def test_end_tokens_stop_rows_and_pad(model, token_ids):
+    free = quarot.generate(model, token_ids, max_new_tokens=10, eos_token_id=())[:, token_ids.shape[1] :]
+    end = int(free[0, 3])
+    stopped = quarot.generate(model, token_ids, max_new_tokens=10, eos_token_id=end, pad_token_id=7)
+    new = stopped[:, token_ids.shape[1] :]
+    for row, full in zip(new, free, strict=True):
+        ended = (full == end).nonzero()
+        stop = int(ended[0]) + 1 if len(ended) else len(full)
+        stop = min(stop, len(row))
+        assert torch.equal(row[:stop], full[:stop]) and (row[stop:] == 7).all()
+
+
+def test_sampling_repeats_with_its_seed(model, token_ids):
+    options = {"max_new_tokens": 12, "eos_token_id": (), "temperature": 1.3, "top_k": 20, "top_p": 0.95}
+    first, second, other = (quarot.generate(model, token_ids, seed=s, **options) for s in (3, 3, 4))
+    assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_choices_follow_the_distribution():
+    torch.manual_seed(0)
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20000, -1)
+    counts = torch.bincount(Sampling(temperature=1.0).choose(logits), minlength=4) / 20000
+    assert (counts - torch.tensor([0.5, 0.3, 0.15, 0.05])).abs().max() < 0.02
+    assert set(Sampling(1.0, top_k=2).choose(logits).tolist()) == {0, 1}
+    assert set(Sampling(1.0, top_p=0.6).choose(logits).tolist()) == {0, 1}
+    assert set(Sampling(1.0, top_p=0.5).choose(logits).tolist()) == {0}
+
+
+def test_streaming(model, token_ids):
+    class Collector:
+        def __init__(self):
+            self.parts, self.ended = [], False
+
+        def put(self, value):
+            self.parts.append(value)
+
+        def end(self):
+            self.ended = True
+
+    streamer = Collector()
+    out = quarot.generate(model, token_ids[:1], max_new_tokens=5, eos_token_id=(), streamer=streamer)
+    assert torch.equal(torch.cat(streamer.parts), out[0]) and streamer.ended
+
+
+def test_a_session_is_reused_and_starts_afresh(model, token_ids):
+    fused = vars(model.model)["quarot_fused"]
+    first = quarot.generate(model, token_ids, max_new_tokens=6, eos_token_id=())
+    session = fused.session
+    quarot.generate(model, token_ids.flip(0), max_new_tokens=9, eos_token_id=())
+    assert fused.session is session
+    assert torch.equal(quarot.generate(model, token_ids, max_new_tokens=6, eos_token_id=()), first)
+
+
+def test_prefill_in_chunks_stays_close(model, token_ids):
+    with torch.no_grad():
+        fused = vars(model.model)["quarot_fused"]
+        quarot.generate(model, token_ids, max_new_tokens=1)
+        whole = fused.session.prefill(token_ids, None, 1 << 20)
+        parts = fused.session.prefill(token_ids, None, 2 * 9)
+    # The second chunk reads the first one's codes, as decoding would.
+    assert 0 < (whole - parts).norm() < 0.3 * whole.norm()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"temperature": -1.0}, "temperature=-1.0"),
+        ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
+        ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
+        ({"attention_mask": torch.tensor([[1] * 16 + [0]] * 2)}, "pad on the left"),
+        ({"attention_mask": torch.ones(2, 3)}, "must match"),
+        ({"streamer": object()}, "one row"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments(model, token_ids, change, message):
+    with pytest.raises(ValueError, match=message):
+        quarot.generate(model, token_ids, **change)
+
+
+def test_bad_prompts(model, token_ids):
+    with pytest.raises(ValueError, match="int64"):
+        quarot.generate(model, token_ids.int())
+    with pytest.raises(ValueError, match="tokens >= 1"):
+        quarot.generate(model, token_ids[:, :0])
+
+
+def test_a_model_without_the_fused_path_says_so(tiny_model, token_ids):
+    with pytest.raises(NotImplementedError, match="fused decoder path"):
+        quarot.generate(tiny_model("llama"), token_ids)
