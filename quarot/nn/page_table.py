@@ -88,7 +88,7 @@ class GrowingTable:
         self.valid: Tensor | None = None
         self.lengths: Tensor | None = None
         self._table: Tensor | None = None
-        self._undo: tuple[list[int], list[tuple[int, int, int]], int, Tensor | None] | None = None
+        self._undo: tuple[list[int], list[tuple[int, int, int]], int, Tensor | None, int] | None = None
 
     @property
     def batch(self) -> int:
@@ -116,11 +116,17 @@ class GrowingTable:
             valid = None
         shared = self.repeats if self.columns == 0 and batch % self.repeats == 0 else 1
         added = [count] * batch if valid is None else valid.sum(1).tolist()
-        before, old_counts, past, old_valid = self.lengths, self.counts, self.columns, self.valid
+        before, old_counts, past, old_valid, old_pages = (
+            self.lengths,
+            self.counts,
+            self.columns,
+            self.valid,
+            self.num_pages,
+        )
         copied = self._make_room([more * (row % shared == 0) for row, more in enumerate(added)])
         if shared > 1:
             self._share(shared)
-        self._undo = (old_counts, copied, past, old_valid)
+        self._undo = (old_counts, copied, past, old_valid, old_pages)
         self.counts = [a + b for a, b in zip(old_counts, added, strict=True)]
         self._remember_columns(batch, count, valid, device)
         self.lengths = before + (count if valid is None else valid.sum(1).to(torch.int32))
@@ -155,12 +161,15 @@ class GrowingTable:
         """Take back an :meth:`append` that is not final, after a failure in the middle of a forward."""
         if self._undo is None:
             return
-        counts, copied, self.columns, self.valid = self._undo
+        counts, copied, self.columns, self.valid, pages = self._undo
         for row, place, old in copied:
             self._release(self.rows[row][place])
             self.rows[row][place] = old
             self.references[old] += 1
         self._set_counts(counts)
+        # Pages that were added may be what did not fit: ask for them again only when they are needed.
+        self.free = [page for page in self.free if page < pages]
+        self.references, self.num_pages = self.references[:pages], pages
 
     def crop(self, remove: int) -> None:
         """Drop the last ``remove`` columns of every row."""

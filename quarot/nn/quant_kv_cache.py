@@ -9,6 +9,7 @@ Notation: B rows, T new tokens, P tokens a page, D head_dim.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,7 +115,15 @@ class QuantKVLayer(CacheLayerMixin):
 
     def _allocate(self, pages: int) -> Tensor:
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)
-        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+        try:
+            return torch.empty(shape, dtype=torch.uint8, device=self.device)
+        except (torch.OutOfMemoryError, RuntimeError) as error:
+            have = 0 if self.pool is None else self.pool.numel()
+            raise torch.OutOfMemoryError(
+                f"QuantKVCache: no memory on {self.device} for {pages} pages of {self.table.page_size} tokens a layer "
+                f"({math.prod(shape) / 2**20:.1f} MiB, now {have / 2**20:.1f} MiB); the cache is as it was: use fewer "
+                "rows, crop() or reset() it, or offloading=True"
+            ) from error
 
     def make_room(self, step: Step) -> None:
         """A larger pool when pages were added (whole pages move, ids stay), and copies of pages no longer shared."""

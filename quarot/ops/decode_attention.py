@@ -147,7 +147,7 @@ def launch(
     kv_heads, page_blocks, max_pages = pool.shape[1], pool.shape[2], page_table.shape[1]
     shape = (DTYPE_CODES[query.dtype], batch, tokens, heads, kv_heads, max_pages * page_blocks * BLOCK_TOKENS)
     plan = _plan(pool.device.index, *form, *shape, *tuning)
-    tiles, max_splits, cta_slots, warps, ring_stages, partial_floats, max_sum_floats, counter_count = plan
+    _, max_splits, _, _, _, ring_stages, items = plan
     signs = 0
     if rotate and rotate_order > 1:
         if ring_stages:  # the tensor-core kernels rotate by powers of two only
@@ -160,8 +160,8 @@ def launch(
         stream = registry.stream(pool)
         partial = counters = None
         if max_splits > 1:
-            partial = torch.empty(partial_floats + max_sum_floats, dtype=torch.float32, device=pool.device)
-            counters = zeroed_counters(counter_count, pool.device, stream)
+            partial = torch.empty(items * 8 * (head_dim + 2), dtype=torch.float32, device=pool.device)
+            counters = zeroed_counters(items, pool.device, stream)
         registry.extension().decode_attention(  # type: ignore[union-attr]
             query.data_ptr(),
             pool.data_ptr(),
@@ -170,7 +170,7 @@ def launch(
             out.data_ptr(),
             lse.data_ptr(),
             0 if partial is None else partial.data_ptr(),
-            0 if partial is None else partial.data_ptr() + 4 * partial_floats,
+            0 if partial is None else partial.data_ptr() + 4 * items * 8 * head_dim,
             0 if counters is None else counters.data_ptr(),
             signs,
             *form,
@@ -182,11 +182,7 @@ def launch(
             rotate_order,
             rotate_pow2,
             scale,
-            tiles,
-            max_splits,
-            cta_slots,
-            warps,
-            ring_stages,
+            *plan,
             stream,
         )
     return out, lse

@@ -24,14 +24,14 @@ from quarot.nn.quant_linear import linear_weight
 from quarot.rotation.fold import fold_weight
 from quarot.rotation.orthogonal import MatrixRotation
 from quarot.rotation.plan import RotationPlan
-from quarot.rotation.refinement import LayerMaps, Refinement, refine
+from quarot.rotation.refinement import SLOTS, LayerMaps, Refinement, refine
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
 from quarot.tuning.optimize import frozen, optimize
-from quarot.tuning.straight_through import quantize_activations
+from quarot.tuning.shared_input import SharedInput
 from quarot.tuning.transform import transform, undo_transform
 
-_RATES = {"residual": 1e-3, "values": 3e-3, "up": 1e-2}
+_RATES = {"residual": 1e-3, "values": 3e-3, "up": 1e-2, "clips": 2e-3}
 """Peak learning rates of the generators and of the logarithmic scales, for ``learning_rate=1``."""
 
 
@@ -41,28 +41,27 @@ class RefinedLinear(nn.Module):
     Attributes:
         source: the layer that was replaced.
         base: fp32 [N, K], its weight without the online transform.
-        maps: of its layer; set before every forward pass.
+        shared: quantises the input.
+        maps, clip: of its layer; set before every forward pass.
     """
 
     maps: LayerMaps
+    clip: Tensor
 
     def __init__(
-        self, source: nn.Module, slot: str, projection: Projection, sizes: Geometry, config: QuarotConfig
+        self, source: nn.Module, slot: str, projection: Projection, sizes: Geometry, shared: SharedInput
     ) -> None:
         super().__init__()
-        self.source, self.slot, self.projection, self.sizes = source, slot, projection, sizes
-        self.bits, self.group = config.a_bits, config.a_group_size
-        self.spec = getattr(source, "input_rotation", None)
+        self.source, self.slot, self.projection, self.sizes, self.shared = source, slot, projection, sizes, shared
         weight = linear_weight(source).detach()
-        self.register_buffer("base", undo_transform(weight.double(), self.spec).float(), persistent=False)
-        self.register_buffer("clip", torch.tensor(config.a_clip, device=weight.device), persistent=False)
+        self.register_buffer("base", undo_transform(weight.double(), shared.rotation).float(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         bias = None if self.source.bias is None else self.source.bias.float()
-        weight, bias = refine(self.slot, self.projection, self.sizes, self.base, bias, self.maps)
-        x = quantize_activations(transform(x, self.spec), self.bits, self.clip, self.group)
-        return F.linear(x, transform(weight, self.spec).to(x.dtype), None if bias is None else bias.to(x.dtype))
+        weight, bias = refine(self.slot, self.projection, self.sizes, self.base, bias, self.maps)  # type: ignore[arg-type]
+        weight = transform(weight, self.shared.rotation).to(x.dtype)
+        return F.linear(self.shared(x, self.clip), weight, None if bias is None else bias.to(x.dtype))
 
 
 def learn_refinement(
@@ -106,13 +105,13 @@ def learn_refinement(
     half = device.type == "cuda"
     head = head.to(torch.bfloat16) if half else head
     scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
-    refinement = Refinement(sizes, device)
+    refinement = Refinement(sizes, config.a_clip, device)
     groups = [{"params": [p], "base": _RATES[name] * learning_rate} for name, p in refinement.named_parameters()]
 
     def loss_of(ids: Tensor, wanted: Tensor) -> Tensor:
         maps = refinement.maps()
         for index, module in modules:
-            module.maps = maps[index]
+            module.maps, module.clip = maps[index], refinement.clips[index, SLOTS.index(module.slot)]
         residual = maps[0].residual
         with _turned(embedding, residual), torch.autocast(device.type, torch.bfloat16, enabled=half):
             states = body(input_ids=ids, use_cache=False).last_hidden_state
@@ -181,11 +180,14 @@ def _refined(model: nn.Module, config: QuarotConfig) -> Iterator[list[tuple[int,
     places = []
     for index, (name, layer) in enumerate(decoder_layers(model)):
         for slot, projections in record.slots.items():
+            # Layers of one slot read one input; the settings of the first count.
+            first = config.for_module(f"{name}.{projections[0].path}")
+            spec = getattr(layer.get_submodule(projections[0].path), "input_rotation", None)
+            shared = SharedInput(spec, first.a_bits, first.a_group_size, len(projections))
             for projection in projections:
-                full = f"{name}.{projection.path}"
                 source = layer.get_submodule(projection.path)
-                module = RefinedLinear(source, slot, projection, sizes, config.for_module(full))
-                places.append((full, index, module))
+                module = RefinedLinear(source, slot, projection, sizes, shared)
+                places.append((f"{name}.{projection.path}", index, module))
     for full, _, module in places:
         model.set_submodule(full, module)
     try:

@@ -7,6 +7,8 @@ Row vectors: activations are rows x, a weight acts as ``y = x W^T``. A refinemen
 * s [intermediate], positive, one per layer: the output of ``up`` is multiplied by it (``silu(gate) * up`` is linear in
   it), so that the input of ``down`` can be balanced before its online Hadamard transform mixes it.
 
+With them the clip ratio of every layer's four activation quantisers is learned.
+
 Everything is undone in the weight that reads it, so the model computes the same function and nothing is added at run
 time. The identity is where learning starts: the random Hadamard rotation of :func:`quarot.rotate_model`.
 """
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from quarot.architectures import Geometry, Projection
 
+SLOTS = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 _HALVINGS, _TERMS = 5, 6
 
 
@@ -36,15 +39,21 @@ class Refinement(nn.Module):
 
     Args:
         sizes: of the model.
+        clip: the clip ratio that learning starts from.
         device: of the parameters, fp32.
     """
 
-    def __init__(self, sizes: Geometry, device: torch.device) -> None:
+    def __init__(self, sizes: Geometry, clip: float, device: torch.device) -> None:
         super().__init__()
         layers, d = sizes.num_layers, sizes.head_dim
         self.residual = nn.Parameter(torch.zeros(sizes.hidden, sizes.hidden, device=device))
         self.values = nn.Parameter(torch.zeros(layers, sizes.kv_heads, d, d, device=device))
         self.up = nn.Parameter(torch.zeros(layers, sizes.intermediate, device=device))
+        self.clips = nn.Parameter(torch.full((layers, len(SLOTS)), clip, device=device))
+
+    def clip(self, index: int, slot: str) -> float:
+        """The learned clip ratio of the input of one slot of decoder layer ``index``."""
+        return round(float(self.clips[index, SLOTS.index(slot)].clamp(0.05, 1.0)), 6)
 
     def maps(self) -> list[LayerMaps]:
         """The maps of every layer, with gradients."""

@@ -10,6 +10,7 @@ from transformers import LlamaConfig
 
 from quarot import QuantKVCache
 from quarot.integrations.transformers.attention import quarot_attention
+from quarot.nn.quant_kv_cache import QuantKVLayer
 
 HEADS, DIM, LAYERS = 2, 32, 2
 CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=HEADS, head_dim=DIM, num_hidden_layers=LAYERS)
@@ -301,6 +302,32 @@ def test_failure_leaves_the_cache_usable():
     push(cache, *more)
     push(fresh, key[[1, 1, 2, 3]], value[[1, 1, 2, 3]])
     push(fresh, *more)
+    assert same(cache, fresh)
+
+
+def test_out_of_memory_leaves_the_cache_usable(monkeypatch):
+    cache, fresh = new_cache(), new_cache()
+    key, value = tokens(2, 16)
+    push(cache, key, value)
+    layer, plain, empty = cache.layers[1], QuantKVLayer.make_room, torch.empty
+
+    def full(*args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def make_room(self, step):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", full if self is layer else empty)
+            plain(self, step)
+
+    monkeypatch.setattr(QuantKVLayer, "make_room", make_room)
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError, match=r"no memory on cpu for \d+ pages of 16 tokens"):
+            push(cache, *tokens(2, 100, 4))
+    assert cache.get_seq_length() == 16
+    monkeypatch.undo()
+    push(cache, *tokens(2, 3, 5))
+    push(fresh, key, value)
+    push(fresh, *tokens(2, 3, 5))
     assert same(cache, fresh)
 
 
