@@ -10,6 +10,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from .architectures import Selection
 from .ninja_file import Layout, render
@@ -71,7 +72,7 @@ def compile_extension(
     """Compile ``csrc`` and link it to ``output`` (relative to ``root`` or absolute); None: the CUDA objects only.
 
     Raises:
-        BuildError: ninja or a compiler failed; the compiler's own words are on stdout above.
+        BuildError: ninja or a compiler failed, with the first error line; the whole output is on stdout.
     """
     layout = layout or Layout(root, chosen)
     if not os.environ.get("CUTLASS_HOME"):  # headers that somebody may be editing are used where they are
@@ -82,7 +83,21 @@ def compile_extension(
     command = [_ninja(), "-f", str(layout.manifest), "-j", str(jobs())]
     print(f"quarot: compiling csrc with {toolkit.text} for {chosen.tag}, {jobs()} jobs", flush=True)
     # Commands are the same whichever Python runs them, or ninja would compile everything again for another one.
-    result = subprocess.run(command, cwd=root, env={**os.environ, "QUAROT_BUILD_PYTHON": sys.executable})
-    if result.returncode:
-        raise BuildError(f"compiling csrc failed (exit status {result.returncode}); the compiler's message is above")
+    environment = {**os.environ, "QUAROT_BUILD_PYTHON": sys.executable}
+    status, first_error = _run(command, root, environment)
+    if status:
+        raise BuildError(f"compiling csrc failed with status {status}: {first_error or 'see the output above'}")
     return layout
+
+
+def _run(command: list[str], folder: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """Run and print a command; its exit status and the first line that reports an error."""
+    first_error = ""
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    with subprocess.Popen(command, cwd=folder, env=environment, **pipes) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if not first_error and re.search(r"\berror\b", line, re.IGNORECASE):
+                first_error = line.strip()[:300]
+    return process.returncode, first_error
