@@ -74,6 +74,8 @@ def quantize_model(
     config = config.replace(rotation=_rotation_of(model, config))
     configs = selected(model, record, config)
     if record.experts is not None:
+        if config.w_method == "gptq" and config.w_bits < 16:
+            logger.warning("experts are rounded to nearest: GPTQ would need more tokens than each of them sees")
         split_experts(model)
         configs = selected(model, record, config)
     windows = _windows(configs, config, calibration, tokenizer)
