@@ -239,6 +239,19 @@ def test_truncated_checkpoint_is_refused(quantized_model, tmp_path):
             quarot.load(tmp_path)
 
 
+def test_corrupt_json_is_refused(quantized_model, tmp_path):
+    quantized_model().save_pretrained(tmp_path, max_shard_size="40KB")
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_text()
+    index.write_text(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"index\.json is corrupt"):
+        quarot.load(tmp_path)
+    index.write_text(whole)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(OSError, match="config"):
+        quarot.load(tmp_path)
+
+
 def test_missing_tensors_and_shards_are_refused(quantized_model, tmp_path):
     model = quantized_model()
     model.save_pretrained(tmp_path / "a")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -27,4 +28,9 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             f"{path} is not a quarot checkpoint (its config.json has quant_method {method!r}); "
             "load it with transformers, or quantise it with quarot.quantize_model"
         )
-    return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    try:
+        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}: model.safetensors.index.json is corrupt or truncated ({error}); copy or save the checkpoint again"
+        ) from None
