@@ -240,11 +240,6 @@ def test_nan_weights_are_named(tiny_model: Callable[..., nn.Module], method: str
         quantize_model(model, w_method=method, **CALIBRATION)
 
 
-def test_experts_are_refused(tiny_model: Callable[..., nn.Module], moe_family: str) -> None:
-    with pytest.raises(NotImplementedError, match="experts"):
-        quantize_model(tiny_model(moe_family), w_method="rtn")
-
-
 @pytest.mark.parametrize("group_size", [32, 64])
 def test_groups_reduce_the_error(
     tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor, group_size: int
