@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_settings import SETTINGS
+from accuracy_settings import RUN_TIME, SETTINGS, weights_key
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quarot
 from quarot.evaluation import perplexity
+from quarot.integrations.transformers import attach
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "accuracy-smollm2.json"
 
@@ -59,17 +60,25 @@ def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any)
         quarot.rotate_model(model, seed=seed, progress=False, **setting.rotate)
     if setting.quantize is not None:
         fields = {"seed": seed, "calibration_samples": options.samples, **setting.quantize}
-        quarot.quantize_model(
-            model, tokenizer=tokenizer, calibration=Path(options.calibration), progress=False, **fields
-        )
+        text = Path(options.calibration)
+        quarot.quantize_model(model, tokenizer=tokenizer, calibration=text, progress=False, **fields)
     return model
 
 
-def measure(name: str, seed: int, options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    """One row."""
+def retargeted(model: Any, name: str) -> Any:
+    """A model of the same quantised weights with the activation and cache bits of another setting."""
+    fields = {key: value for key, value in (SETTINGS[name].quantize or {}).items() if key in RUN_TIME}
+    config = model.config.quantization_config.replace(**{"a_clip": quarot.QuarotConfig().a_clip, **fields})
+    for module in model.modules():
+        if isinstance(module, quarot.QuantLinear):
+            module.a_bits, module.a_clip = config.a_bits, config.a_clip
+    attach(model, config)
+    return model
+
+
+def row_of(name: str, seed: int, model: Any, options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
+    """Measure one setting."""
     start = time.time()
-    model = quantized(name, seed, options, tokenizer)
-    prepared = time.time()
     batch = options.batch if options.device.startswith("cuda") else 1
     text = Path(options.text).read_text(encoding="utf-8")
     result = perplexity(model, tokenizer, text, max_windows=options.windows, batch_size=batch, progress=False)
@@ -80,8 +89,7 @@ def measure(name: str, seed: int, options: argparse.Namespace, tokenizer: Any) -
         "ppl": round(result.ppl, 4),
         "windows": result.windows,
         "text": Path(options.text).name,
-        "quantize_s": round(prepared - start, 1),
-        "eval_s": round(time.time() - prepared, 1),
+        "eval_s": round(time.time() - start, 1),
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
@@ -108,6 +116,17 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
     os.replace(temporary, path)
 
 
+def runs(options: argparse.Namespace) -> list[tuple[str, int]]:
+    """(setting, seed) in the order asked for, except that runs which share weights follow each other."""
+    asked = [
+        (name, seed) for name in options.settings.split(",") for seed in range(options.seeds or SETTINGS[name].seeds)
+    ]
+    place: dict[str, int] = {}
+    for index, run in enumerate(asked):
+        place.setdefault(weights_key(*run) or repr(run), index)
+    return sorted(asked, key=lambda run: place[weights_key(*run) or repr(run)])
+
+
 def main() -> int:
     """Measure what is missing."""
     options = arguments()
@@ -116,21 +135,23 @@ def main() -> int:
     rows = json.loads(options.out.read_text()) if options.out.exists() else []
     tokens = len(tokenizer(Path(options.text).read_text(encoding="utf-8"), verbose=False)["input_ids"])
     windows = min(tokens // 2048, options.windows or tokens)
-    start = time.time()
-    for name in options.settings.split(","):
-        for seed in range(options.seeds or SETTINGS[name].seeds):
-            key = (name, seed, windows, Path(options.text).name)
-            if time.time() - start > options.seconds:
-                print(f"stopped before {name} seed {seed}: {options.seconds:g} s are over")
-                return 1
-            if not options.force and any(_key(row) == key for row in rows):
-                continue
-            row = measure(name, seed, options, tokenizer)
-            rows = [old for old in rows if _key(old) != _key(row)] + [row]
-            write(rows, options.out)
-            print(
-                f"{name:28s} seed {seed}  ppl {row['ppl']:10.4f}  {row['quantize_s']}s + {row['eval_s']}s", flush=True
-            )
+    begin = time.time()
+    kept: tuple[str | None, Any] = (None, None)
+    for name, seed in runs(options):
+        if not options.force and any(_key(row) == (name, seed, windows, Path(options.text).name) for row in rows):
+            continue
+        if time.time() - begin > options.seconds:
+            print(f"stopped before {name} seed {seed}: {options.seconds:g} s are over")
+            return 1
+        start, key = time.time(), weights_key(name, seed)
+        shared = key is not None and key == kept[0]
+        model = retargeted(kept[1], name) if shared else quantized(name, seed, options, tokenizer)
+        kept = (key, model)
+        prepared = time.time() - start
+        row = {**row_of(name, seed, model, options, tokenizer), "quantize_s": round(prepared, 1)}
+        rows = [old for old in rows if _key(old) != _key(row)] + [row]
+        write(rows, options.out)
+        print(f"{name:28s} seed {seed}  ppl {row['ppl']:10.4f}  {prepared:.1f} s + {row['eval_s']} s", flush=True)
     return 0
 
 
