@@ -79,7 +79,7 @@ def _measure(model: Any, tokenizer: Any, text: str, options: argparse.Namespace)
 def _texts(options: argparse.Namespace) -> tuple[str, str]:
     """Evaluation and calibration text, disjoint, and a line that says which."""
     from quarot.evaluation import load_text
-    from quarot.evaluation.texts import hub_reachable
+    from quarot.evaluation.texts import DATASETS, hub_reachable
 
     source = options.text or ("wikitext2" if hub_reachable() else "pydoc")
     if not options.text and source == "pydoc":
@@ -88,8 +88,9 @@ def _texts(options: argparse.Namespace) -> tuple[str, str]:
             "its perplexities compare with each other only. Pass --text FILE for a text of yours."
         )
     evaluation = load_text(source)
-    calibration = load_text(options.calibration or (source if source in ("wikitext2", "pydoc") else "pydoc"), "train")
-    print(f"evaluated on {source}, calibrated on {options.calibration or source} (another part)")
+    other = options.calibration or (source if source in DATASETS else "pydoc")
+    calibration = load_text(other, "train")
+    print(f"evaluated on {source}, calibrated on {other}" + (", another part" if other == source else ""))
     return evaluation, calibration
 
 

@@ -62,6 +62,8 @@ def continue_text(
     """The model's continuation of a prompt, greedy unless sampling options are given."""
     import torch
 
+    import quarot
+
     if chat:
         messages = [{"role": "user", "content": prompt}]
         inputs = tokenizer.apply_chat_template(
@@ -70,9 +72,20 @@ def continue_text(
     else:
         inputs = tokenizer(prompt, return_tensors="pt")
     inputs = inputs.to(model.get_input_embeddings().weight.device)
-    torch.manual_seed(seed)
-    choice = {"do_sample": True, **sampling} if sampling else {"do_sample": False, "temperature": None, "top_p": None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    with torch.inference_mode():
-        ids = model.generate(**inputs, max_new_tokens=max_new_tokens, pad_token_id=pad, **choice)
+    common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad}
+    if inputs["input_ids"].is_cuda and _has_fused_path(model):
+        mask = inputs["attention_mask"]
+        ids = quarot.generate(model, inputs["input_ids"], attention_mask=mask, seed=seed, **common, **sampling)
+    else:
+        torch.manual_seed(seed)
+        # The checkpoint's own sampling settings must not leak into a greedy run.
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        with torch.inference_mode():
+            ids = model.generate(**inputs, **common, **({"do_sample": True, **sampling} if sampling else greedy))
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def _has_fused_path(model: Any) -> bool:
+    """Whether ``quarot.generate`` serves this model (a loop of recorded CUDA graphs); else ``model.generate`` does."""
+    return vars(getattr(model, model.base_model_prefix)).get("quarot_fused") is not None

@@ -25,6 +25,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-bits", type=int, metavar="N", help="bits of keys and values alike")
     group.add_argument("--method", choices=("gptq", "rtn"), help="weights: GPTQ (calibrated), or round to nearest")
     group.add_argument("--group-size", type=int, metavar="N", help="inputs that share a weight scale (default: all)")
+    group.add_argument("--preset", metavar="NAME", help="paper (default), or best: better at the same run time, slower")
     group.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of QuarotConfig, the value as JSON"
     )
@@ -50,8 +51,9 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
         ValueError: a bad value, with the field's name.
     """
     from quarot.config import QuarotConfig
+    from quarot.quantization.presets import preset_fields
 
-    fields: dict[str, Any] = {"seed": options.seed}
+    fields: dict[str, Any] = {**preset_fields(options.preset), "seed": options.seed}
     if options.kv_bits is not None:
         fields["k_bits"] = fields["v_bits"] = options.kv_bits
     names = {
@@ -76,7 +78,8 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
 
 def needs_calibration(config: QuarotConfig) -> bool:
     """Whether quantising by this configuration looks at data."""
-    return (config.w_bits < 16 and config.w_method == "gptq") or bool(getattr(config, "a_clip_search", False))
+    gptq = config.w_bits < 16 and config.w_method == "gptq"
+    return gptq or config.a_clip_search or config.tune_steps > 0
 
 
 def rotate(model: Any, options: argparse.Namespace, device: Any = None) -> Any:

@@ -105,6 +105,14 @@ def test_doctor_reports_every_required_package(capsys):
     assert ("problem" in text) == (status == 1)
 
 
+def test_a_preset_is_a_start_that_options_override(model_folder, tmp_path):
+    from quarot.cli import build_parser, recipe
+
+    arguments = ["quantize", str(model_folder), "--out", str(tmp_path / "out"), "--preset", "best"]
+    config = recipe.config_of(build_parser().parse_args([*arguments, "--set", "tune_steps=7", "--a-bits", "8"]))
+    assert (config.gptq_asymmetric, config.tune_steps, config.a_bits) == (True, 7, 8)
+
+
 def test_rotation_only(model_folder, tmp_path, capsys):
     out = tmp_path / "rotated"
     sixteen = ["--w-bits", "16", "--a-bits", "16", "--kv-bits", "16"]
