@@ -18,7 +18,7 @@ from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.quantization.gptq import check_finite, quantize_gptq
 from quarot.quantization.grid import QuantizedWeight
 from quarot.quantization.progress_store import FinishedLayer
-from quarot.quantization.rtn import quantize_rtn
+from quarot.quantization.rtn import positions, quantize_rtn
 from quarot.quantization.stages import Stage, same_grid, stages
 from quarot.quantization.target import target_weight
 
@@ -120,6 +120,8 @@ class LayerQuantizer:
         latent: torch.Tensor | None = None
         if config.w_method == "rtn" or moments is None:
             result = quantize_rtn(weight, config.w_bits, **grid)
+            if config.tune_steps:
+                latent = positions(weight, result)
         else:
             original = weight
             if self.original is not None:

@@ -22,6 +22,14 @@ def round_to_grid(weight: torch.Tensor, grid: Grid) -> QuantizedWeight:
     return finished(wide.encode(values).reshape(weight.shape), grid)
 
 
+def positions(weight: torch.Tensor, result: QuantizedWeight) -> torch.Tensor:
+    """Where fp32 weights [N, K] lie among the codes of their grid, before rounding: ``w / scale (+ zero)``."""
+    scale = result.scale.reshape(weight.shape[0], -1, 1)
+    values = weight.view(weight.shape[0], scale.shape[1], -1)
+    found = torch.where(scale > 0, values / scale, 0.0)
+    return (found if result.zero is None else found + result.zero.view_as(scale)).view_as(weight)
+
+
 def finished(codes: torch.Tensor, grid: Grid) -> QuantizedWeight:
     """fp32 codes and their grid as stored: int8 codes, scales [N] when there is one group."""
     scale, zero = grid.scale, grid.zero

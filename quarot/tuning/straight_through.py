@@ -43,7 +43,7 @@ class _Activations(torch.autograd.Function):
 
 def _position(x: Tensor, clip: Tensor, qmax: int) -> tuple[Tensor, Tensor, Tensor]:
     """fp32 x / s, s and max|x|."""
-    largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32)
+    largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True).float()
     scale = (largest * (clip / qmax)).clamp_min(SMALLEST_SCALE)
     return x / scale, scale, largest
 

@@ -16,7 +16,8 @@ class TrainableLinear(nn.Module):
     """The same integers as its source, as differentiable floats.
 
     Attributes:
-        latent: [N, K] fp32, the weight in units of the scale it starts with, so that one learning rate fits all rows.
+        latent: [N, K] fp32, the weight in units of the scale it starts with, so that one learning rate fits all rows;
+            where the weight before rounding is not known, the middle of its code's interval.
         log_step: [N, G] fp32, logarithm of the scale in the same unit; zero at the start.
         clip: scalar, the activation clip ratio; layers that share an input share this parameter.
         shared: quantises the input.
@@ -31,14 +32,15 @@ class TrainableLinear(nn.Module):
         if source.w_bits == 16:
             return
         self._half = 2 ** (source.w_bits - 1)
-        codes = source.codes().float()
-        start = codes if latent is None else latent.to(codes.device).clamp(-self._half - 0.4, self._half - 1 + 0.4)
-        # GPTQ's codes are its latents rounded, up to fp32; where a tie fell the other way, the code counts.
-        start = torch.where(start.round().clamp(-self._half, self._half - 1) == codes, start, codes)
         scale = source.weight_scale.detach().reshape(source.out_features, -1)
         zero = None if source.weight_zero is None else source.weight_zero.detach().reshape(scale.shape)
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("zero", zero, persistent=False)
+        start = source.codes().float()
+        if latent is not None:
+            exact = latent.to(start.device).clamp(-self._half - 0.4, self._half - 0.6)
+            # Codes are rounded latents, up to fp32; where a tie fell the other way, the code counts.
+            start = torch.where(exact.round().clamp(-self._half, self._half - 1) == start, exact, start)
         if zero is not None:
             start = (start.unflatten(-1, (zero.shape[1], -1)) - zero[..., None]).flatten(-2)
         self.latent = nn.Parameter(start)

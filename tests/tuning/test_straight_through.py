@@ -44,15 +44,55 @@ def test_gradient_passes_inside_the_range_only() -> None:
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_weights_are_the_dequantised_ones(groups: int, symmetric: bool) -> None:
-    latent, scale = torch.randn(6, 64) * 6, torch.rand(6, groups) + 0.1
+    step = torch.rand(6, groups) + 0.1
     zero = None if symmetric else torch.randint(-8, 8, (6, groups)).float()
-    codes = latent.round().clamp(-8, 7).to(torch.int8)
-    assert torch.equal(quantize_weights(latent, scale, zero, 4), dequantize(codes, scale, zero))
-    latent.requires_grad_(True)
-    quantize_weights(latent, scale, zero, 4).sum().backward()
-    assert latent.grad is not None
-    inside = (latent >= -8) & (latent <= 7)
-    assert torch.equal(latent.grad != 0, inside)
+    position = torch.randn(6, groups, 64 // groups) * 6
+    weight = (position * step[..., None]).flatten(1).requires_grad_(True)
+    shifted = position if zero is None else position.round() + zero[..., None]
+    codes = shifted.round().clamp(-8, 7).to(torch.int8).flatten(1)
+    step.requires_grad_(True)
+    found = quantize_weights(weight, step, zero, 4)
+    assert found.detach() == pytest.approx(dequantize(codes, step.detach(), zero), abs=1e-5)
+
+    found.sum().backward()
+    assert weight.grad is not None
+    assert step.grad is not None
+    inside = ((shifted >= -8.5) & (shifted <= 7.5)).flatten(1)
+    assert torch.equal(weight.grad, inside.float())
+    centred = dequantize(codes, torch.ones_like(step), zero).view_as(position)
+    expected = torch.where(inside.view_as(position), centred - position, centred).sum(-1)
+    assert step.grad == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_activation_gets_the_gradient_of_the_scale(bits: int) -> None:
+    x = torch.randn(1, 48, dtype=torch.double).float()
+    x[0, 7] = -5
+    x.requires_grad_(True)
+    weight, clip, qmax = torch.randn(1, 48), torch.tensor(0.7), 2 ** (bits - 1) - 1
+    (quantize_activations(x, bits, clip, None) * weight).sum().backward()
+    position = (x / (5 * clip / qmax)).detach()
+    outside = (position < -qmax - 1) | (position > qmax)
+    codes = position.round().clamp(-qmax - 1, qmax)
+    of_scale = (weight * torch.where(outside, codes, codes - position)).sum()
+    expected = torch.where(outside, 0, weight)
+    expected[0, 7] -= of_scale * clip / qmax
+    assert x.grad == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_ends_of_a_cache_group_get_the_gradient_of_its_range() -> None:
+    x = torch.rand(1, 32, dtype=torch.float32) * 2 - 1
+    x[0, 3], x[0, 9] = 4.0, -3.5  # scale and offset are exact in fp16
+    x.requires_grad_(True)
+    weight, clip, top = torch.randn(1, 32), 0.5, 15
+    (quantize_cache(x, 4, clip, 32) * weight).sum().backward()
+    wide = x.detach().double().requires_grad_(True)  # the same through PyTorch's operations, rounding the identity
+    low = wide.amin() * clip
+    scale = (wide.amax() * clip - low) / top
+    position = ((wide - low) / scale).clamp(0, top)
+    (((position + (position.round() - position).detach()) * scale + low) * weight).sum().backward()
+    assert wide.grad is not None
+    assert x.grad == pytest.approx(wide.grad.float(), abs=1e-4)
 
 
 def test_divergence_and_its_gradient() -> None:
