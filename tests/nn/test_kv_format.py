@@ -34,6 +34,17 @@ def test_rounding_error_is_half_a_step(head_dim, group, key_bits, value_bits):
         assert (error <= 0.5 * step + 4e-3).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [64, 80, 192])
+@pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 4), (3, 2), (8, 16), (16, 8)])
+def test_simulation_is_what_pages_give_back(dtype, head_dim, key_bits, value_bits):
+    kv_format = KVFormat(key_bits, value_bits, 32, 0.95, hadamard_spec(head_dim))
+    key, value = torch.randn(2, 2, 3, 21, head_dim).to(dtype)
+    for fast, paged in zip(kv_format.simulate(key, value), kv_format._through_pages(key, value), strict=True):
+        assert fast.dtype == dtype
+        assert torch.equal(fast, paged)
+
+
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_rotation_of_keys_cancels_against_that_of_queries(head_dim):
     kv_format = KVFormat(8, 8, 128, 1.0, hadamard_spec(head_dim))
