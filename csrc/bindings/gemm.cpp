@@ -32,6 +32,7 @@ GemmCall sized(int m, int n, int k, int ldd, int groups, int out_type, int weigh
     call.problem.k = k;
     call.problem.ldd = ldd;
     call.problem.groups = groups;
+    call.problem.group_size = groups > 0 ? k / groups : 0;
     call.problem.type = static_cast<OutputType>(out_type);
     call.problem.format = static_cast<WeightFormat>(weight_format);
     call.packed_activations = packed;

@@ -45,14 +45,17 @@ GemmChoice wide_choice(GemmSize const& s) {
 }  // namespace
 
 GemmChoice choose_gemm(GemmSize const& s) {
-    if (s.grouped) return {GemmKernel::kGrouped};
+    bool const tile_serves = s.int4_weight && s.m > 32 && s.group_size % 64 == 0;
+    if (s.group_size > 0) return {tile_serves ? GemmKernel::kTile : GemmKernel::kGrouped};
     if (s.packed_activations) {  // not measured, for want of such a GPU: the largest tile that fills it
         if (s.m <= 64) return {GemmKernel::kInt4Cores, 64, 128};
         bool const fills = ceil_div(s.m, 128) * ceil_div(s.n, 256) >= s.sm_count;
         return {GemmKernel::kInt4Cores, 128, fills ? 256 : 128};
     }
     // The CUTLASS kernels write 16-bit rows of 16-byte multiples.
-    if (s.capability != 90 || s.m <= 32 || s.float32_out || !s.vector_rows) return skinny_choice(s);
+    if (s.m <= 32) return skinny_choice(s);
+    if (s.capability != 90 || s.float32_out || !s.vector_rows)
+        return tile_serves ? GemmChoice{GemmKernel::kTile} : skinny_choice(s);
     if (s.int4_weight && s.m <= 64 && s.n <= 4096 && s.k <= 4096) return skinny_choice(s);
     // Few tiles and a long K: only cutting K fills the machine.
     if (s.int4_weight && s.k >= 10240 && s.n <= (s.m <= 64 ? 8192 : 4096) && s.m <= 128)

@@ -8,6 +8,7 @@ enum class GemmKernel : int {
     kWide = 1,       ///< sm_90a CUTLASS; a = channels, b = tokens of the tile, c = 1 for Stream-K
     kGrouped = 2,    ///< mma.sync with one scale a group
     kInt4Cores = 3,  ///< sm_80/86/89 INT4 tensor cores on packed activations; a = tokens, b = channels of the tile
+    kTile = 4,       ///< mma.sync for many tokens, int4 tiles, any architecture, group scales (multiples of 64) or none
 };
 
 struct GemmChoice {
@@ -23,7 +24,7 @@ struct GemmSize {
     int n;
     int k;
     bool int4_weight;         ///< int4 tiles, else int8 rows
-    bool grouped;             ///< weight scale per group
+    int group_size;           ///< K of one weight scale, 0 = one scale a channel
     bool packed_activations;  ///< int4 activations, two a byte
     bool float32_out;
     bool vector_rows;  ///< the output's rows are multiples of 8 elements

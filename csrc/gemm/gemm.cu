@@ -58,7 +58,7 @@ skinny::DeviceLimits const& current_device() {
 GemmChoice gemm_choice(GemmCall const& call) {
     skinny::DeviceLimits const& device = current_device();
     SkinnyProblem const& p = call.problem;
-    return choose_gemm({p.m, p.n, p.k, p.format == WeightFormat::kInt4Tiles, p.groups > 0, call.packed_activations,
+    return choose_gemm({p.m, p.n, p.k, p.format == WeightFormat::kInt4Tiles, p.group_size, call.packed_activations,
                         p.type == OutputType::kFloat32, p.ldd % 8 == 0, device.capability, device.sm_count});
 }
 
@@ -77,7 +77,8 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
     bool const sixteen_bit = p.type != OutputType::kFloat32, int4 = p.format == WeightFormat::kInt4Tiles;
     bool const vector_rows = p.ldd % 8 == 0;  // 16-byte rows of the output: TMA and vector stores need them
     if (call.packed_activations != (choice.kernel == GemmKernel::kInt4Cores)) return cudaErrorInvalidValue;
-    if ((p.groups > 0) != (choice.kernel == GemmKernel::kGrouped)) return cudaErrorInvalidValue;
+    bool const tile = choice.kernel == GemmKernel::kTile;
+    if ((p.groups > 0) != (choice.kernel == GemmKernel::kGrouped) && !tile) return cudaErrorInvalidValue;
     switch (choice.kernel) {
         case GemmKernel::kSkinny: {
             SkinnyConfig const config{choice.a, choice.b, choice.c};
@@ -85,6 +86,8 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
         }
         case GemmKernel::kGrouped:
             return skinny_grouped(p);
+        case GemmKernel::kTile:
+            return int4 ? tile_int4(p) : cudaErrorInvalidValue;
         case GemmKernel::kWide: {
             skinny::DeviceLimits const& device = current_device();
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;

@@ -8,5 +8,6 @@ namespace quarot {
 cudaError_t skinny_int4(SkinnyProblem const& problem, SkinnyConfig const& config);
 cudaError_t skinny_int8(SkinnyProblem const& problem, SkinnyConfig const& config);
 cudaError_t skinny_grouped(SkinnyProblem const& problem);
+cudaError_t tile_int4(SkinnyProblem const& problem);
 
 }  // namespace quarot

@@ -26,6 +26,7 @@ TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 257, 513]
 # kernel, a, b, c as in csrc/gemm/dispatch.h: every instantiation there is.
 SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 16, 1), (0, 32, 8, 1)]
 WIDE = [(1, 128, 256, 0), (1, 256, 128, 0), (1, 128, 128, 0), (1, 128, 64, 0), (1, 128, 64, 1)]
+TILE = [(4, 0, 0, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
 WIDE_INT8 = [(1, 128, 256, 0), (1, 128, 128, 0)]
 INT4_CORES = [(3, 64, 128, 0), (3, 128, 128, 0), (3, 128, 256, 0)]
@@ -82,8 +83,10 @@ def test_w8a8_every_size(m, n, k):
         assert torch.equal(got, exact(codes, row_scale, weight, weight_scale, bias, dtype))
 
 
-@pytest.mark.parametrize("m", [1, 5, 8, 33, 130])
-@pytest.mark.parametrize(("n", "k", "group"), [(4096, 4096, 128), (1037, 1152, 96), (64, 64, 32), (272, 8192, 4096)])
+@pytest.mark.parametrize("m", [1, 5, 8, 33, 130, 300])
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(4096, 4096, 128), (1037, 1152, 96), (64, 64, 32), (272, 8192, 4096), (1037, 1216, 64)]
+)
 def test_groups(m, n, k, group):
     for bits in (4, 8):
         limit = 1 << (bits - 1)
@@ -106,7 +109,7 @@ def test_every_kernel(m, n, k):
     qweight = pack_int4_tiles(weight)
     for dtype in (torch.float16, torch.bfloat16):
         want = exact(codes, row_scale, weight, weight_scale, bias, dtype)
-        for tactic in SKINNY + WIDE:
+        for tactic in SKINNY + WIDE + TILE:
             got = gemm_launch.launch(
                 codes, row_scale, qweight, weight_scale, bias, dtype, weight_format=0, tactic=tactic
             )
