@@ -58,8 +58,9 @@ class QuarotConfig(QuantizationConfigMixin):
         tune_seconds: fewer steps where this time does not suffice for them; results then depend on the machine.
         rotation_steps: steps of learning R1, R2 and the scales in front of R4 before anything is quantised
             (:mod:`quarot.rotation.learned`); 0 for none (the paper: random).
-        resampling_rounds: how often the calibration windows are resampled by the model itself, for what is trained on
-            them (:mod:`quarot.calibration.resampling`); each round adds as many windows.
+        training_samples: token windows that rotations and codes are trained on, drawn apart from those of GPTQ.
+        resampling_rounds: how often the training windows are resampled by the model itself
+            (:mod:`quarot.calibration.resampling`); each round adds as many windows.
     """
 
     quant_method: str = "quarot"  # type: ignore[assignment]
@@ -96,6 +97,7 @@ class QuarotConfig(QuantizationConfigMixin):
     tune_batch_size: int = 8
     tune_seconds: float | None = None
     rotation_steps: int = 0
+    training_samples: int = 256
     resampling_rounds: int = 0
 
     def __post_init__(self) -> None:
@@ -121,6 +123,7 @@ class QuarotConfig(QuantizationConfigMixin):
             "gptq_block_size",
             "tune_batch_size",
             "calibration_samples",
+            "training_samples",
             "calibration_length",
             "format_version",
         ):

@@ -84,7 +84,9 @@ def quantize_model(
     training = model.training
     model.eval()
     if windows is not None and configs and (config.tune_steps or config.rotation_steps):
-        config, clips = _quantize_and_train(model, configs, windows, store, config, where, progress)
+        samples, length = config.training_samples, config.calibration_length
+        material = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed + 1)
+        config, clips = _quantize_and_train(model, configs, windows, material, store, config, where, progress)
     else:
         clips = _quantize_layers(model, configs, windows, store, config, where, progress)[0]
     model.train(training)
@@ -165,6 +167,7 @@ def _quantize_and_train(
     model: Any,
     configs: dict[str, QuarotConfig],
     windows: torch.Tensor,
+    material: torch.Tensor,
     store: ProgressStore | None,
     config: QuarotConfig,
     device: torch.device | None,
@@ -185,7 +188,7 @@ def _quantize_and_train(
         )
     home = homes.pop()
     model.to(device or home)
-    material = resampled_windows(model, windows, config.resampling_rounds, config.seed, config.tune_batch_size)
+    material = resampled_windows(model, material, config.resampling_rounds, config.seed, config.tune_batch_size)
     targets = final_states(model, material, config.tune_batch_size)
     if config.rotation_steps:
         residual, refinement = _learn_rotation(model, config, material, targets, store, progress)
@@ -193,7 +196,9 @@ def _quantize_and_train(
         targets = (targets.float() @ residual.float()).to(targets.dtype)
         config = config.replace(rotation=model.quarot_rotation.to_dict())
     clips = {name: chosen.a_clip for name, chosen in configs.items() if config.rotation_steps and chosen.a_bits < 16}
-    searched, latents = _quantize_layers(model, configs, windows, store, config, device, progress)
+    calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
+    inputs = windows if calibrated else None
+    searched, latents = _quantize_layers(model, configs, inputs, store, config, device, progress)
     clips |= searched
     if config.tune_steps:
         clips |= tune(model, config, material, targets, latents, progress)

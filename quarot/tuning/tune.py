@@ -28,10 +28,15 @@ from quarot.tuning.trainable_linear import TrainableLinear
 
 @torch.no_grad()
 def final_states(model: Any, windows: torch.Tensor, batch_size: int) -> torch.Tensor:
-    """Outputs of the final norm for windows [W, T]: [W, T, hidden], bfloat16 on a GPU."""
+    """Outputs of the final norm for windows [W, T]: [W, T, hidden]; on a GPU bfloat16, of TF32 products."""
     device = model.get_input_embeddings().weight.device
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    return torch.cat([_states(model, ids.to(device)).to(kind) for ids in windows.split(batch_size)])
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
+    try:
+        return torch.cat([_states(model, ids.to(device)).to(kind) for ids in windows.split(batch_size)])
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def tune(
