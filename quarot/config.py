@@ -55,7 +55,8 @@ class QuarotConfig(QuantizationConfigMixin):
             (:mod:`quarot.tuning`); 0 for none (the paper).
         tune_learning_rate: of the weights, in steps of their grid.
         tune_batch_size: calibration windows in each step.
-        tune_seconds: fewer steps where this time does not suffice for them; results then depend on the machine.
+        tune_seconds: fewer tune_steps, and rotation_steps, where this time does not suffice for them (for either);
+            results then depend on the machine.
         rotation_steps: steps of learning R1, R2 and the scales in front of R4 before anything is quantised
             (:mod:`quarot.rotation.learned`); 0 for none (the paper: random).
         training_samples: token windows that rotations and codes are trained on, drawn apart from those of GPTQ.

@@ -230,6 +230,7 @@ def _learn_rotation(
             steps=config.rotation_steps,
             batch_size=config.tune_batch_size,
             progress=progress,
+            seconds=config.tune_seconds,
         )
         if store is not None:
             store.save_tensors("rotation", refinement.state_dict())

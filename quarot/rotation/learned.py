@@ -74,6 +74,7 @@ def learn_refinement(
     learning_rate: float = 1.0,
     batch_size: int = 8,
     progress: bool = True,
+    seconds: float | None = None,
 ) -> tuple[Refinement, list[float]]:
     """Learn how to turn the basis of a rotated model; the model itself stays as it is.
 
@@ -84,6 +85,7 @@ def learn_refinement(
         targets: [W, T, hidden], outputs of the model's final norm for them (:func:`quarot.tuning.tune.final_states`).
         steps, learning_rate, batch_size: of the training; windows a step.
         progress: show a progress bar.
+        seconds: fewer steps where this time does not suffice for them.
 
     Returns:
         The refinement, for :func:`apply_refinement`, and the loss of every step.
@@ -128,6 +130,7 @@ def learn_refinement(
             seed=config.seed,
             description="learning rotations",
             progress=progress,
+            seconds=seconds,
         )
     return refinement, losses
 

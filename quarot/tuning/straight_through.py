@@ -10,6 +10,7 @@ keep five fp32 copies of every activation.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -23,14 +24,21 @@ class _Activations(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clip: Tensor, bits: int) -> Tensor:
-        ctx.save_for_backward(x, clip)
         ctx.qmax = 2 ** (bits - 1) - 1
+        ctx.kernels = _kernels(x)
+        if ctx.kernels is not None:
+            x = x.contiguous()
+            ctx.save_for_backward(x, clip)
+            return ctx.kernels.forward(x, clip, ctx.qmax, SMALLEST_SCALE)  # type: ignore[no-any-return]
+        ctx.save_for_backward(x, clip)
         position, scale, _ = _position(x, clip, ctx.qmax)
         return position.round_().clamp_(-ctx.qmax - 1, ctx.qmax).mul_(scale).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, clip = ctx.saved_tensors
+        if ctx.kernels is not None:
+            return (*ctx.kernels.backward(x, gradients[0].contiguous(), clip, ctx.qmax, SMALLEST_SCALE), None)
         qmax, gradient = ctx.qmax, gradients[0].float()
         position, _, largest = _position(x, clip, qmax)
         outside = position != position.clamp(-qmax - 1, qmax)
@@ -39,6 +47,17 @@ class _Activations(torch.autograd.Function):
         of_x = gradient.masked_fill(outside, 0)
         of_x.addcmul_((x.abs() == largest.to(x.dtype)) * x.sign(), of_scale * (clip / qmax))
         return of_x.to(x.dtype), (of_scale * largest).sum().reshape(clip.shape) / qmax, None
+
+
+def _kernels(x: Tensor) -> ModuleType | None:
+    """The Triton kernels, where they serve x."""
+    if not x.is_cuda or x.dtype == torch.float64:
+        return None
+    try:
+        from quarot.tuning import triton_rounding
+    except ImportError:
+        return None
+    return triton_rounding if x.shape[-1] <= triton_rounding.LARGEST_ROW else None
 
 
 def _position(x: Tensor, clip: Tensor, qmax: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +109,7 @@ def _cache_position(x: Tensor, clip: float, top: int) -> tuple[Tensor, Tensor, T
     wide = x.float()
     low, high = wide.amin(-1, keepdim=True) * clip, wide.amax(-1, keepdim=True) * clip
     scale, offset = ((high - low) / top).half().float(), low.half().float()
-    return torch.where(scale > 0, (wide - offset) / scale, 0.0), scale, offset
+    return ((wide - offset) / scale).masked_fill_(scale <= 0, 0.0), scale, offset
 
 
 def quantize_cache(x: Tensor, bits: int, clip: float, group_size: int) -> Tensor:

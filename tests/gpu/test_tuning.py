@@ -1,0 +1,79 @@
+"""Training on a GPU: the Triton quantiser equals PyTorch's operations, and steps are recorded as CUDA graphs."""
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quarot.quantization.quantize_model import quantize_model
+from quarot.rotation.rotate import rotate_model
+from quarot.tuning import straight_through
+from quarot.tuning.straight_through import quantize_activations
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+WINDOWS = torch.randint(3, 128, (16, 64), generator=torch.Generator().manual_seed(5))
+FIELDS: dict[str, Any] = {"calibration": WINDOWS, "progress": False, "w_method": "rtn", "kv_group_size": 32}
+
+
+def rounded(x: torch.Tensor, bits: int, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x, clip = x.clone().requires_grad_(True), torch.tensor(0.85, device="cuda", requires_grad=True)
+    y = quantize_activations(x, bits, clip, None)
+    y.backward(grad)
+    assert x.grad is not None
+    assert clip.grad is not None
+    return y.detach(), x.grad, clip.grad
+
+
+@pytest.mark.parametrize("bits", [4, 6, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [1, 63, 576, 14336], ids=["one", "odd", "smollm", "llama"])
+def test_triton_quantises_as_pytorch_does(
+    bits: int, dtype: torch.dtype, columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, grad = (torch.randn(37, 2, columns, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    x[3, 1] = 0
+    fast = rounded(x, bits, grad)
+    monkeypatch.setattr(straight_through, "_kernels", lambda _: None)
+    slow = rounded(x, bits, grad)
+    # x / s is rounded differently by the two: a code in the middle between two values may fall either way.
+    differs = (fast[0] != slow[0]).float().mean()
+    assert differs < 2e-3
+    assert (fast[1] - slow[1]).float().norm() < 2e-2 * slow[1].float().norm()
+    assert float(fast[2]) == pytest.approx(float(slow[2]), rel=2e-2, abs=2e-2)
+
+
+def test_a_strided_input_is_read_as_it_is() -> None:
+    x = torch.randn(64, 5, device="cuda").T
+    grad = torch.ones(64, 5, device="cuda").T
+    assert torch.allclose(rounded(x, 4, grad)[0], rounded(x.contiguous(), 4, grad.contiguous())[0])
+
+
+def test_steps_are_recorded_and_help(tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("llama").cuda()
+    rotate_model(model, progress=False)
+    ids = WINDOWS.cuda()
+
+    def divergence(other: nn.Module) -> float:
+        with torch.no_grad():
+            wanted, own = (torch.log_softmax(m(ids, use_cache=False).logits, -1) for m in (model, other))
+        return float((wanted.exp() * (wanted - own)).sum(-1).mean())
+
+    plain = quantize_model(copy.deepcopy(model), **FIELDS)
+    with caplog.at_level(logging.WARNING, logger="quarot"):
+        trained = quantize_model(
+            copy.deepcopy(model),
+            rotation_steps=40,
+            tune_steps=60,
+            tune_learning_rate=0.01,
+            resampling_rounds=1,
+            **FIELDS,
+        )
+    assert not [record for record in caplog.records if "recorded" in record.message]
+    assert divergence(trained) < 0.8 * divergence(plain)
