@@ -40,11 +40,11 @@ def quantize_rows(x: torch.Tensor, bits: int, clip: float, packed: bool) -> tupl
     qmax = 2 ** (bits - 1) - 1
     absmax = rows.abs().amax(-1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
     scale = absmax * clip_over_qmax(clip, bits)
-    scale = torch.where(scale < SMALLEST_SCALE, 0.0, scale)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    # masked_fill, not where: a scalar in where is a copy from the host, which waits and cannot be recorded in a graph.
+    scale = scale.masked_fill(scale < SMALLEST_SCALE, 0.0)
+    scale = scale.masked_fill(~scale.isfinite(), torch.nan)
     usable = scale > 0
-    inverse = torch.where(usable, scale.reciprocal(), 0.0)
-    values = torch.where(usable, rows * inverse, 0.0).round_().clamp_(-qmax - 1, qmax)
+    values = (rows * scale.reciprocal()).masked_fill_(~usable, 0.0).round_().clamp_(-qmax - 1, qmax)
     codes = torch.nn.functional.pad(values.to(torch.int8), (0, padded(rows.shape[1], K_ALIGNMENT) - rows.shape[1]))
     return (pack_nibbles(codes) if packed else codes), scale.squeeze(-1)
 

@@ -103,7 +103,7 @@ def quantize_gptq(
         codes[:, start:end] = block.T
         if latent is not None:
             exact = before if zero is None else before + zero * scale
-            latent[:, start:end] = torch.where(scale > 0, exact / scale, 0.0).T
+            latent[:, start:end] = (exact / scale).masked_fill_(scale <= 0, 0.0).T
         weight[:, end:] -= errors.T @ upper[start:end, end:]
         start = end
     if order is not None:
@@ -123,9 +123,9 @@ def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") 
     diagonal = h.diagonal()
     dead = diagonal <= 0
     live = (~dead).sum().clamp_min(1)
-    mean = torch.where(dead, 0.0, diagonal).sum() / live
-    mean = torch.where(mean > 0, mean, 1.0)
-    ones = torch.where(dead, 1.0, 0.0).double()
+    mean = diagonal.masked_fill(dead, 0.0).sum() / live
+    mean = mean.masked_fill(mean <= 0, 1.0)
+    ones = dead.double()
     fraction = damping
     while True:
         damped = (h + torch.diag(ones + fraction * mean)).flip(0, 1)

@@ -31,7 +31,8 @@ def round_block(
         codes, errors: [B, N] fp32, written: integers, and errors divided by the diagonal of ``factor``.
     """
     half = 2 ** (bits - 1)
-    inverse_scale = torch.where(scale > 0, scale.reciprocal(), 0.0)
+    # masked_fill, not where: a scalar in where is a copy from the host, which no graph can record.
+    inverse_scale = scale.reciprocal().masked_fill_(scale <= 0, 0.0)
     inverse_diagonal = factor.diagonal().reciprocal()[:, None]
     value = torch.empty_like(block[0])
     for i in range(block.shape[0]):

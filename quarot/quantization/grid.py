@@ -42,7 +42,7 @@ class Grid(NamedTuple):
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
         """Codes (as fp32) of ``values`` [N, ...] that broadcast against [N, G]."""
-        codes = torch.where(self.scale > 0, values / self.scale, 0.0).round_()
+        codes = (values / self.scale).masked_fill_(self.scale <= 0, 0.0).round_()
         if self.zero is not None:
             codes += self.zero
         half = 2 ** (self.bits - 1)
@@ -127,7 +127,7 @@ def _at_ratio(low: torch.Tensor, high: torch.Tensor, ratio: float, bits: int, sy
     if symmetric:
         return Grid(torch.maximum(-low, high) * ratio / (half - 1), None, bits)
     scale = (high - low) * ratio / (2 * half - 1)
-    zero = torch.where(scale > 0, -low * ratio / scale, 0.0).round_() - half
+    zero = (-low * ratio / scale).masked_fill_(scale <= 0, 0.0).round_() - half
     return Grid(scale, zero, bits)
 
 
@@ -135,7 +135,7 @@ def _error(values: torch.Tensor, grid: Grid, factors: torch.Tensor | None, work:
     """Squared error of each scale, [N, G]; ``work`` is like ``values`` [N, G, K/G], so that nothing is allocated."""
     half = 2 ** (grid.bits - 1)
     scale, zero = grid.scale[..., None], None if grid.zero is None else grid.zero[..., None]
-    torch.mul(values, torch.where(scale > 0, scale.reciprocal(), 0.0), out=work)
+    torch.mul(values, scale.reciprocal().masked_fill_(scale <= 0, 0.0), out=work)
     if zero is None:
         work.round_().clamp_(-half, half - 1)
     else:

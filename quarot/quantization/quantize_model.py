@@ -190,12 +190,12 @@ def _quantize_and_train(
     model.to(device or home)
     material = resampled_windows(model, material, config.resampling_rounds, config.seed, config.tune_batch_size)
     targets = final_states(model, material, config.tune_batch_size)
-    if config.rotation_steps:
+    if config.rotation_steps and _rounds_activations(config, configs):
         residual, refinement = _learn_rotation(model, config, material, targets, store, progress)
         configs = _with_clips(model, configs, refinement)
         targets = (targets.float() @ residual.float()).to(targets.dtype)
         config = config.replace(rotation=model.quarot_rotation.to_dict())
-    clips = {name: chosen.a_clip for name, chosen in configs.items() if config.rotation_steps and chosen.a_bits < 16}
+    clips = {name: chosen.a_clip for name, chosen in configs.items() if chosen.a_bits < 16}
     calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
     inputs = windows if calibrated else None
     searched, latents = _quantize_layers(model, configs, inputs, store, config, device, progress)
@@ -204,6 +204,11 @@ def _quantize_and_train(
         clips |= tune(model, config, material, targets, latents, progress)
     model.to(home)
     return config, clips
+
+
+def _rounds_activations(config: QuarotConfig, configs: dict[str, QuarotConfig]) -> bool:
+    """Whether a rotation can learn anything: weights stay as they are meanwhile."""
+    return min(config.k_bits, config.v_bits, *(chosen.a_bits for chosen in configs.values())) < 16
 
 
 def _learn_rotation(

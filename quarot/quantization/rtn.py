@@ -26,7 +26,7 @@ def positions(weight: torch.Tensor, result: QuantizedWeight) -> torch.Tensor:
     """Where fp32 weights [N, K] lie among the codes of their grid, before rounding: ``w / scale (+ zero)``."""
     scale = result.scale.reshape(weight.shape[0], -1, 1)
     values = weight.view(weight.shape[0], scale.shape[1], -1)
-    found = torch.where(scale > 0, values / scale, 0.0)
+    found = (values / scale).masked_fill_(scale <= 0, 0.0)
     return (found if result.zero is None else found + result.zero.view_as(scale)).view_as(weight)
 
 
