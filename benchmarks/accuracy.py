@@ -34,6 +34,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="folder or hub id of the full-precision model")
     parser.add_argument("--text", required=True, help="test text, a file")
+    parser.add_argument("--second-text", help="another text, a file, evaluated with the same models")
+    parser.add_argument("--second-windows", type=int, default=40, help="windows of it (default 40)")
     parser.add_argument("--calibration", required=True, help="calibration text, a file")
     parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated names (default: all)")
     parser.add_argument("--seeds", type=int, help="seeds 0 .. n-1 for every setting, in place of its own count")
@@ -76,19 +78,21 @@ def retargeted(model: Any, name: str) -> Any:
     return model
 
 
-def row_of(name: str, seed: int, model: Any, options: argparse.Namespace, tokenizer: Any) -> dict[str, Any]:
-    """Measure one setting."""
+def row_of(
+    name: str, seed: int, model: Any, file: str, windows: int | None, options: argparse.Namespace, tokenizer: Any
+) -> dict[str, Any]:
+    """Measure one setting on one text."""
     start = time.time()
     batch = options.batch if options.device.startswith("cuda") else 1
-    text = Path(options.text).read_text(encoding="utf-8")
-    result = perplexity(model, tokenizer, text, max_windows=options.windows, batch_size=batch, progress=False)
+    text = Path(file).read_text(encoding="utf-8")
+    result = perplexity(model, tokenizer, text, max_windows=windows, batch_size=batch, progress=False)
     return {
         "table": SETTINGS[name].table,
         "setting": name,
         "seed": seed,
         "ppl": round(result.ppl, 4),
         "windows": result.windows,
-        "text": Path(options.text).name,
+        "text": Path(file).name,
         "eval_s": round(time.time() - start, 1),
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
@@ -148,10 +152,14 @@ def main() -> int:
         model = retargeted(kept[1], name) if shared else quantized(name, seed, options, tokenizer)
         kept = (key, model)
         prepared = time.time() - start
-        row = {**row_of(name, seed, model, options, tokenizer), "quantize_s": round(prepared, 1)}
-        rows = [old for old in rows if _key(old) != _key(row)] + [row]
-        write(rows, options.out)
-        print(f"{name:28s} seed {seed}  ppl {row['ppl']:10.4f}  {prepared:.1f} s + {row['eval_s']} s", flush=True)
+        texts = [(options.text, options.windows)]
+        texts += [(options.second_text, options.second_windows)] if options.second_text else []
+        for file, count in texts:
+            row = {**row_of(name, seed, model, file, count, options, tokenizer), "quantize_s": round(prepared, 1)}
+            rows = [old for old in rows if _key(old) != _key(row)] + [row]
+            write(rows, options.out)
+            spent = f"{prepared:.1f} s + {row['eval_s']} s"
+            print(f"{name:28s} seed {seed}  ppl {row['ppl']:10.4f}  {spent}  {row['text']}", flush=True)
     return 0
 
 

@@ -58,7 +58,8 @@ class QuarotConfig(QuantizationConfigMixin):
         tune_seconds: fewer tune_steps, and rotation_steps, where this time does not suffice for them (for either);
             results then depend on the machine.
         rotation_steps: steps of learning R1, R2 and the scales in front of R4 before anything is quantised
-            (:mod:`quarot.rotation.learned`); 0 for none (the paper: random).
+            (:mod:`quarot.rotation.learned`); 0 for none (the paper: random). There is nothing to learn, and no step is
+            made, where only weights are rounded.
         training_samples: token windows that rotations and codes are trained on, drawn apart from those of GPTQ.
         resampling_rounds: how often the training windows are resampled by the model itself
             (:mod:`quarot.calibration.resampling`); each round adds as many windows.

@@ -74,6 +74,11 @@ def test_an_unrotated_model_is_refused_untouched(tiny_model: Callable[..., nn.Mo
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_nothing_is_learned_where_only_weights_are_rounded(rotated: nn.Module) -> None:
+    model = quantize_model(rotated, a_bits=16, rotation_steps=2, w_method="rtn", **FIELDS)
+    assert "refined" not in str(model.config.quantization_config.rotation["notes"])
+
+
 @pytest.mark.parametrize("field", ["rotation_steps", "resampling_rounds"])
 def test_negative_counts_are_refused(rotated: nn.Module, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}=-1"):
