@@ -24,20 +24,25 @@ double wide_cost(GemmSize const& s, int channels, int tokens, double wave_us_at_
     return 2.3 + waves * wave_us_at_4096 * s.k / 4096;
 }
 
+/// The 64x64 tile: two blocks an SM, and later waves start block by block.
+double narrow_cost(GemmSize const& s) {
+    int const tiles = ceil_div(s.n, 64) * ceil_div(s.m, 64);
+    double const first = tiles <= s.sm_count ? 6.5 : 8.3;
+    return 2.3 + (first + 10.3 * (ceil_div(tiles, 2 * s.sm_count) - 1)) * s.k / 4096;
+}
+
 GemmChoice wide_choice(GemmSize const& s) {
-    constexpr double k128x256 = 22.0, k256x128 = 22.2, k128x64 = 8.8;
     // Alternating consumers hide the epilogue of a few waves; over many they cost 5 % under the power cap.
-    double const k128x128 = s.m <= 1024 ? 11.0 : 11.7;
+    double const us_128x128 = s.m <= 1024 ? 11.0 : 11.7;
     GemmChoice best{GemmKernel::kWide, 128, 256};
-    double cost = wide_cost(s, 128, 256, k128x256);
-    auto const offer = [&](int channels, int tokens, double wave_us) {
-        double const offered = wide_cost(s, channels, tokens, wave_us);
+    double cost = wide_cost(s, 128, 256, 22.0);
+    auto const offer = [&](int channels, int tokens, double offered) {
         if (offered < cost) cost = offered, best = {GemmKernel::kWide, channels, tokens};
     };
-    offer(128, 128, k128x128);
+    offer(128, 128, wide_cost(s, 128, 128, us_128x128));
     if (s.int4_weight) {
-        offer(256, 128, k256x128);
-        offer(128, 64, k128x64);
+        offer(256, 128, wide_cost(s, 256, 128, 22.2));
+        offer(64, 64, narrow_cost(s));
     }
     return best;
 }
@@ -56,10 +61,8 @@ GemmChoice choose_gemm(GemmSize const& s) {
     if (s.m <= 32) return skinny_choice(s);
     if (s.capability != 90 || s.float32_out || !s.vector_rows)
         return tile_serves ? GemmChoice{GemmKernel::kTile} : skinny_choice(s);
-    if (s.int4_weight && s.m <= 64 && s.n <= 4096 && s.k <= 4096) return skinny_choice(s);
     // Few tiles and a long K: only cutting K fills the machine.
-    if (s.int4_weight && s.k >= 10240 && s.n <= (s.m <= 64 ? 8192 : 4096) && s.m <= 128)
-        return {GemmKernel::kWide, 128, 64, 1};
+    if (s.int4_weight && s.m <= 128 && s.n <= 8192 && s.k > 11008) return {GemmKernel::kWide, 128, 64, 1};
     return wide_choice(s);
 }
 

@@ -5,6 +5,7 @@
 #include "gemm/skinny_launch.cuh"
 #include "gemm/sm80/kernels.h"
 #include "gemm/sm90/kernels.h"
+#include "gemm/sm90/narrow.h"
 #include "gemm/sm90/stream_k.h"
 
 namespace quarot {
@@ -94,7 +95,7 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             sm90::GemmProblem const problem = hopper_problem(call, device.sm_count);
             if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
             if (choice.a >= 256) return sm90::w4a8_256x128(problem);
-            if (choice.b <= 64) return choice.c ? sm90::w4a8_128x64_stream_k(problem) : sm90::w4a8_128x64(problem);
+            if (choice.b <= 64) return choice.c ? sm90::w4a8_128x64_stream_k(problem) : sm90::w4a8_64x64(problem);
             return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
         }
         case GemmKernel::kInt4Cores: {

@@ -23,8 +23,9 @@
 
 namespace quarot::sm90 {
 
+/// RESERVED: bytes of shared memory left to a second block of the SM (fewer pipeline stages).
 template <class TileShape, class KernelSchedule, class EpilogueSchedule,
-          class Scheduler = cutlass::gemm::PersistentScheduler>
+          class Scheduler = cutlass::gemm::PersistentScheduler, int RESERVED = 0>
 struct W4A8 {
     using ElementWeight = cutlass::int4b_t;
     using ElementActivation = int8_t;
@@ -52,7 +53,8 @@ struct W4A8 {
     using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementWeight, LayoutWeight, 32, ElementActivation,
         cutlass::layout::ColumnMajor, 16, int32_t, TileShape, ClusterShape,
-        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
+        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage)) +
+                                                          RESERVED>,
         KernelSchedule>::CollectiveOp;
 
     using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
