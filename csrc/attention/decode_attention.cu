@@ -10,6 +10,8 @@ namespace quarot {
 namespace {
 
 constexpr int kTileRows = 8;
+constexpr int kMaxSplits = 32;        // pieces of a sequence: more make the merge longer than the reading
+constexpr float kMixedPiece = 0.5f;  // of a CTA's even share, for batches of mixed lengths
 
 bool same_side(const KVFormat& a, const KVFormat& b, Side side) {
     return a.bits(side) == b.bits(side) && (a.bits(side) == 16 || a.group(side) == b.group(side));
@@ -49,40 +51,46 @@ DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
     const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
     DecodePlan plan{};
     plan.tiles = (s.tokens * (s.query_heads / s.kv_heads) + kTileRows - 1) / kTileRows;
-    const int items = s.batch * s.kv_heads * plan.tiles;
-    int per_sm = 2;
+    const int columns = s.batch * s.kv_heads * plan.tiles;
+    int per_sm = 2, stage_tokens = kBlockTokens;
     if (v) {
         // One large CTA an SM while there are few items (batch 1 is bound by latency), small ones once items share SMs:
         // they even out the last wave.
-        const bool many = items > 2 * multiprocessors;
+        const bool many = columns > 2 * multiprocessors;
         plan.warps = tuning.warps ? tuning.warps : many ? 3 : 8;
         plan.ring_stages = tuning.ring_stages ? tuning.ring_stages : 2;
         per_sm = tuning.ctas_per_sm ? tuning.ctas_per_sm : many ? 4 : 1;
+        stage_tokens = v->stage_blocks * kBlockTokens;
         const std::size_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
         while (plan.warps > 1 && shared_bytes(*v, plan.warps, plan.ring_stages, true) + 1024 > limit) --plan.warps;
+        const auto bytes = static_cast<int>(shared_bytes(*v, plan.warps, plan.ring_stages, true));
+        int resident = 1;
+        cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, v->kernel, 32 * plan.warps, bytes);
+        per_sm = std::max(1, std::min(per_sm, resident));
     }
     plan.cta_slots = multiprocessors * per_sm;
-    // Unused CTAs are not free, so the more items there are the fewer splits each may have.
-    const int longest = (s.max_tokens + 63) / 64;
-    const int wanted = items * 16 <= plan.cta_slots * 2 ? 16 : std::max(4, std::min(16, 8 * plan.cta_slots / items));
-    plan.max_splits = tuning.max_splits ? tuning.max_splits : std::max(1, std::min(wanted, longest));
-    plan.partial_floats = static_cast<std::size_t>(items) * plan.max_splits * kTileRows * s.format.head_dim;
-    plan.max_sum_floats = static_cast<std::size_t>(items) * plan.max_splits * kTileRows * 2;
-    plan.counters = items;
+    const int longest = (s.max_tokens + stage_tokens - 1) / stage_tokens;
+    plan.max_splits = std::max(1, std::min(tuning.max_splits ? tuning.max_splits : kMaxSplits, longest));
+    const std::int64_t most = static_cast<std::int64_t>(columns) * plan.max_splits;
+    plan.grid = static_cast<int>(std::min<std::int64_t>(plan.cta_slots, most));
+    // Pieces of at least kMixedPiece of a CTA's share, plus one a sequence, plus rounding (schedule.cuh).
+    plan.items = static_cast<int>(
+        std::min<std::int64_t>(most, columns + static_cast<std::int64_t>(plan.cta_slots * (1 + 1 / kMixedPiece))));
     return plan;
 }
 
-cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, const DecodeParams& params,
-                             cudaStream_t stream) {
-    if (plan.ring_stages == 0) return launch_generic_decode(s.format, params, stream);
+cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, DecodeParams params, cudaStream_t stream) {
+    params.tiles = plan.tiles, params.max_splits = plan.max_splits, params.cta_slots = plan.cta_slots;
+    params.ring_stages = plan.ring_stages, params.mixed_piece = kMixedPiece;
+    if (plan.ring_stages == 0) return launch_generic_decode(s.format, plan.grid, params, stream);
     const DecodeVariant* v = find_variant(s.format, s.dtype);
     if (!v) return cudaErrorInvalidValue;
     const std::size_t bytes = shared_bytes(*v, plan.warps, plan.ring_stages, params.rotate_order != 0);
     const cudaError_t status =
         cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (status != cudaSuccess) return status;
-    return launch(v->kernel, dim3(plan.max_splits, params.kv_heads * params.tiles, params.batch), dim3(32 * plan.warps),
-                  bytes, stream, params);
+    return launch(v->kernel, dim3(plan.grid), dim3(32 * plan.warps), bytes, stream, params);
 }
 
 }  // namespace quarot

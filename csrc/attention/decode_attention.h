@@ -3,8 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstddef>
-
 #include "attention/decode_params.h"
 #include "kv_cache/format.h"
 
@@ -19,9 +17,9 @@ struct DecodeShape {
 
 // How a call is launched. Depends on shapes only, never on lengths: a captured graph stays valid as sequences grow.
 struct DecodePlan {
-    int tiles, max_splits, cta_slots;
+    int tiles, max_splits, cta_slots, grid;
     int warps, ring_stages;  // of a CTA; 0 stages: the generic kernel
-    std::size_t partial_floats, max_sum_floats, counters;  // sizes of the workspace (counters: ints, zero at first use)
+    int items;               // most work items there can be: partial [items, 8, D], max_sum [items, 8, 2], counters [items]
 };
 
 // Tuning overrides for benchmarks and tests; 0 = the built-in choice.
@@ -33,8 +31,8 @@ struct DecodeTuning {
 // Plan for the current device.
 DecodePlan decode_plan(const DecodeShape& shape, const DecodeTuning& tuning);
 
-// Launches with the workspace, tiles, splits and ring set in `params` as `plan` says.
-cudaError_t decode_attention(const DecodeShape& shape, const DecodePlan& plan, const DecodeParams& params,
+// Launches as planned; what the plan decides is set in `params` here.
+cudaError_t decode_attention(const DecodeShape& shape, const DecodePlan& plan, DecodeParams params,
                              cudaStream_t stream);
 
 }  // namespace quarot

@@ -1,7 +1,7 @@
 // Decode attention for every format without a tensor-core variant: same work split and merge, plain float32 arithmetic.
 //
-// A CTA dequantises one block of 16 tokens at a time into shared memory. Limited by the unpacking (about 1/20 of the
-// speed of the tensor-core kernels); it exists so that no format of the layout falls back to PyTorch on the GPU.
+// A CTA dequantises one block of 16 tokens at a time into shared memory. Limited by the unpacking and
+// the scalar arithmetic; it exists so that no format of the layout falls back to PyTorch on the GPU.
 #include "attention/decode_kernel.cuh"
 #include "attention/variants.h"
 #include "kv_cache/layout.cuh"
@@ -13,171 +13,229 @@ constexpr int kThreads = 256;
 constexpr int kMaxHeadDim = 256;
 constexpr int kOutputs = kTileRows * kMaxHeadDim / kThreads;  // of a thread
 
-// Keys or values of a block as float32 [16, D + 1] (odd stride: no bank conflicts); tokens past `tokens` become 0.
-__device__ void fill_block(float* out, const std::uint8_t* block, const KVFormat& f, Side side, bool bf16, int tokens) {
-    const int bits = f.bits(side), stride = f.head_dim + 1;
+// Bit address of every (token, dim) in its plane, uint16 [16, D]: computed once a CTA instead of once a code.
+__device__ void fill_addresses(std::uint16_t* table, const KVFormat& f, Side side, int width) {
+    const int chunk_width = f.bits(side) == 3 ? 2 : f.bits(side);
+    for (int index = threadIdx.x; index < kBlockTokens * f.head_dim; index += kThreads)
+        table[index] = static_cast<std::uint16_t>(
+            bit_address(side, f.head_dim, width, chunk_width, index / f.head_dim, index % f.head_dim));
+}
+
+// Keys or values of a block in shared memory as float32 [16, D + 1] (odd stride: no bank conflicts); tokens from `tokens`
+// on become 0. `high`: addresses of the 1-bit plane of 3 bits.
+__device__ void dequantize_block(float* out, const std::uint8_t* block, const KVFormat& f, Side side,
+                                 const std::uint16_t* low, const std::uint16_t* high, bool bf16, int tokens) {
+    const int bits = f.bits(side), width = bits == 3 ? 2 : bits, group = f.group(side);
     const std::uint8_t* codes = block + f.code_offset(side);
     const auto* params = reinterpret_cast<const __half2*>(block + f.param_offset(side));
-    for (int index = threadIdx.x; index < kBlockTokens * f.head_dim; index += kThreads) {
-        const int token = index / f.head_dim, dim = index % f.head_dim;
-        float x = 0.0f;
-        if (token < tokens) {
-            const unsigned code = read_code(codes, side, f.head_dim, bits, token, dim);
-            if (bits == 16) {
-                x = bf16 ? __uint_as_float(code << 16) : __half2float(__ushort_as_half(static_cast<unsigned short>(code)));
-            } else {
-                const float2 sb = __half22float2(params[kBlockTokens * (dim / f.group(side)) + token]);
+    for (int token = 0; token < kBlockTokens; ++token) {
+        for (int dim = threadIdx.x; dim < f.head_dim; dim += kThreads) {
+            const int index = token * f.head_dim + dim, address = low[index];
+            float x = 0.0f;
+            if (token < tokens && bits == 16) {
+                const unsigned short raw = *reinterpret_cast<const unsigned short*>(codes + address / 8);
+                x = bf16 ? __uint_as_float(static_cast<unsigned>(raw) << 16) : __half2float(__ushort_as_half(raw));
+            } else if (token < tokens) {
+                unsigned code = codes[address / 8] >> (address % 8) & ((1u << width) - 1);
+                if (bits == 3) code |= (codes[4 * f.head_dim + high[index] / 8] >> (high[index] % 8) & 1u) << 2;
+                const float2 sb = __half22float2(params[kBlockTokens * (dim / group) + token]);
                 x = static_cast<float>(code) * sb.x + sb.y;
             }
+            out[token * (f.head_dim + 1) + dim] = x;
         }
-        out[token * stride + dim] = x;
     }
 }
 
-// Shared memory: query [8, D] | keys [16, D + 1] | values [16, D + 1] | score [8, 16] | scratch [8, D] when rotating.
+struct GenericShared {
+    float *query, *keys, *values, *score, *scratch;
+    std::uint8_t* block;
+    std::uint16_t* addresses[2][2];  // side, plane
+    int bytes;
+
+    __host__ __device__ GenericShared(std::uint8_t* base, const KVFormat& f) {
+        int at = 0;
+        const auto take = [&](int size) {
+            std::uint8_t* p = base + at;
+            at += (size + 15) / 16 * 16;
+            return p;
+        };
+        block = take(f.block_bytes());
+        query = reinterpret_cast<float*>(take(4 * kTileRows * f.head_dim));
+        keys = reinterpret_cast<float*>(take(4 * kBlockTokens * (f.head_dim + 1)));
+        values = reinterpret_cast<float*>(take(4 * kBlockTokens * (f.head_dim + 1)));
+        score = reinterpret_cast<float*>(take(4 * kTileRows * kBlockTokens));
+        scratch = keys;  // of the rotation, before there are keys
+#pragma unroll
+        for (int side = 0; side < 2; ++side) {
+            const int planes = f.bits(static_cast<Side>(side)) == 3 ? 2 : 1;
+#pragma unroll
+            for (int plane = 0; plane < 2; ++plane)
+                addresses[side][plane] =
+                    reinterpret_cast<std::uint16_t*>(take(plane < planes ? 2 * kBlockTokens * f.head_dim : 0));
+        }
+        bytes = at;
+    }
+};
+
 __global__ void __launch_bounds__(kThreads)
     decode_generic_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ KVFormat f) {
-    extern __shared__ float shared_floats[];
+    extern __shared__ __align__(16) std::uint8_t shared_bytes[];
     __shared__ float row_max[kTileRows], row_sum[kTileRows], factor[kTileRows];
     __shared__ int last_flag;
+    const GenericShared s(shared_bytes, f);
     const int dims = f.head_dim, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    float* query = shared_floats;
-    float* keys = query + kTileRows * dims;
-    float* values = keys + kBlockTokens * (dims + 1);
-    float* score = values + kBlockTokens * (dims + 1);
-    float* scratch = score + kTileRows * kBlockTokens;
-    const int split = blockIdx.x, kv_head = blockIdx.y / p.tiles, tile = blockIdx.y % p.tiles;
-    const int group = p.query_heads / p.kv_heads, rows = p.tokens * group;
-    const int tile_rows = min(kTileRows, rows - tile * kTileRows);
+    const int columns = p.kv_heads * p.tiles, group = p.query_heads / p.kv_heads, rows = p.tokens * group;
     const bool bf16 = p.dtype == DType::kBFloat16;
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+        const int bits = f.bits(static_cast<Side>(side));
+        fill_addresses(s.addresses[side][0], f, static_cast<Side>(side), bits == 3 ? 2 : bits);
+        if (bits == 3) fill_addresses(s.addresses[side][1], f, static_cast<Side>(side), 1);
+    }
     pdl_wait();
     pdl_trigger();
-    const Work work = plan_work(p, blockIdx.z, split, kBlockTokens, lane);
-    if (work.splits == 0 ? split != 0 : split >= work.splits) return;
-    const int element = p.dtype == DType::kFloat32 ? 4 : 2;
-    for (int r = warp; r < kTileRows; r += kThreads / 32) {
-        const std::int64_t source = output_row(p, work.sequence, kv_head, tile * kTileRows + min(r, tile_rows - 1)) * dims;
-        for (int i = lane; i < dims; i += 32)
-            query[r * dims + i] =
-                load_as_float(static_cast<const std::uint8_t*>(p.query) + source * element, p.dtype, i);
-        if (p.rotate_order != 0)
-            rotate_row(query + r * dims, scratch + r * dims, p.rotation_signs, p.rotate_order, p.rotate_pow2, lane);
-    }
-    if (threadIdx.x < kTileRows) row_max[threadIdx.x] = kMasked, row_sum[threadIdx.x] = 0.0f;
+    for (int k = 0;; ++k) {
+        const Work work = find_work(p, item_index(k), kBlockTokens, lane);
+        if (work.sequence < 0) return;
+        __syncthreads();
+        const int kv_head = work.column / p.tiles, tile = work.column % p.tiles;
+        const int tile_rows = min(kTileRows, rows - tile * kTileRows);
+        const int element = p.dtype == DType::kFloat32 ? 4 : 2;
+        for (int r = warp; r < kTileRows; r += kThreads / 32) {
+            const std::int64_t source =
+                output_row(p, work.sequence, kv_head, tile * kTileRows + min(r, tile_rows - 1)) * dims;
+            for (int i = lane; i < dims; i += 32)
+                s.query[r * dims + i] =
+                    load_as_float(static_cast<const std::uint8_t*>(p.query) + source * element, p.dtype, i);
+            if (p.rotate_order != 0)
+                rotate_row(s.query + r * dims, s.scratch + r * dims, p.rotation_signs, p.rotate_order, p.rotate_pow2,
+                           lane);
+        }
+        if (threadIdx.x < kTileRows) row_max[threadIdx.x] = kMasked, row_sum[threadIdx.x] = 0.0f;
 
-    float out[kOutputs];  // element threadIdx.x + kThreads * i of [8, D]
+        float out[kOutputs];  // element threadIdx.x + kThreads * i of [8, D]
 #pragma unroll
-    for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
-    const int first_end = work.length - p.tokens + 1;
-    for (int stage = work.first; stage < work.last; ++stage) {
-        const int id = p.page_table[static_cast<std::int64_t>(work.sequence) * p.max_pages + stage / p.page_blocks];
-        const std::int64_t page = min(max(id, 0), p.num_pages - 1);
-        const std::uint8_t* block =
-            p.pool + ((page * p.kv_heads + kv_head) * p.page_blocks + stage % p.page_blocks) * f.block_bytes();
-        const int tokens = min(kBlockTokens, work.length - stage * kBlockTokens);
-        __syncthreads();
-        fill_block(keys, block, f, Side::kKey, bf16, tokens);
-        fill_block(values, block, f, Side::kValue, bf16, tokens);
-        __syncthreads();
-        {  // warp = query row, two lanes a token
-            const int token = lane / 2, position = stage * kBlockTokens + token;
-            float dot = 0.0f;
-            for (int i = lane % 2; i < dims; i += 2) dot += query[warp * dims + i] * keys[token * (dims + 1) + i];
-            dot += __shfl_xor_sync(kFullWarp, dot, 1);
-            const int end = first_end + (tile * kTileRows + min(warp, tile_rows - 1)) / group;
-            const bool visible =
-                token < tokens && position < end && (p.window <= 0 || position >= end - p.window);
-            const float s = visible ? dot * p.scale_log2 : kMasked;
-            float peak = s;
+        for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
+        const int first_end = work.length - p.tokens + 1;
+        for (int stage = work.first; stage < work.last; ++stage) {
+            const int id =
+                p.page_table[static_cast<std::int64_t>(work.sequence) * p.max_pages + stage / p.page_blocks];
+            const std::int64_t page = min(max(id, 0), p.num_pages - 1);
+            const auto* block = reinterpret_cast<const uint4*>(
+                p.pool + ((page * p.kv_heads + kv_head) * p.page_blocks + stage % p.page_blocks) * f.block_bytes());
+            const int tokens = min(kBlockTokens, work.length - stage * kBlockTokens);
+            for (int i = threadIdx.x; i < f.block_bytes() / 16; i += kThreads)
+                reinterpret_cast<uint4*>(s.block)[i] = __ldcg(block + i);
+            __syncthreads();
+            dequantize_block(s.keys, s.block, f, Side::kKey, s.addresses[0][0], s.addresses[0][1], bf16, tokens);
+            dequantize_block(s.values, s.block, f, Side::kValue, s.addresses[1][0], s.addresses[1][1], bf16, tokens);
+            __syncthreads();
+            {  // warp = query row, two lanes a token
+                const int token = lane / 2, position = stage * kBlockTokens + token;
+                float dot = 0.0f;
+                for (int i = lane % 2; i < dims; i += 2)
+                    dot += s.query[warp * dims + i] * s.keys[token * (dims + 1) + i];
+                dot += __shfl_xor_sync(kFullWarp, dot, 1);
+                const int end = first_end + (tile * kTileRows + min(warp, tile_rows - 1)) / group;
+                const bool visible =
+                    token < tokens && position < end && (p.window <= 0 || position >= end - p.window);
+                const float score = visible ? dot * p.scale_log2 : kMasked;
+                float peak = score;
 #pragma unroll
-            for (int distance = 2; distance < 32; distance *= 2)
-                peak = fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, distance));
-            const float before = row_max[warp], updated = fmaxf(before, peak);
-            const float weight = visible ? exp2f(s - updated) : 0.0f;
-            float total = weight;
+                for (int distance = 2; distance < 32; distance *= 2)
+                    peak = fmaxf(peak, __shfl_xor_sync(kFullWarp, peak, distance));
+                const float before = row_max[warp], updated = fmaxf(before, peak);
+                const float weight = visible ? exp2f(score - updated) : 0.0f;
+                float total = weight;
 #pragma unroll
-            for (int distance = 2; distance < 32; distance *= 2)
-                total += __shfl_xor_sync(kFullWarp, total, distance);
-            if (lane % 2 == 0) score[warp * kBlockTokens + token] = weight;
-            __syncwarp();
-            if (lane == 0) {
-                factor[warp] = exp2f(before - updated);
-                row_sum[warp] = row_sum[warp] * factor[warp] + total;
-                row_max[warp] = updated;
+                for (int distance = 2; distance < 32; distance *= 2)
+                    total += __shfl_xor_sync(kFullWarp, total, distance);
+                if (lane % 2 == 0) s.score[warp * kBlockTokens + token] = weight;
+                __syncwarp();
+                if (lane == 0) {
+                    factor[warp] = exp2f(before - updated);
+                    row_sum[warp] = row_sum[warp] * factor[warp] + total;
+                    row_max[warp] = updated;
+                }
+            }
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < kOutputs; ++i) {
+                const int index = threadIdx.x + kThreads * i;
+                if (index >= kTileRows * dims) break;
+                const int r = index / dims, dim = index % dims;
+                float total = out[i] * factor[r];
+#pragma unroll
+                for (int token = 0; token < kBlockTokens; ++token)
+                    total += s.score[r * kBlockTokens + token] * s.values[token * (dims + 1) + dim];
+                out[i] = total;
             }
         }
         __syncthreads();
+
+        const auto write = [&](int r, int dim, float value, float peak, float sum) {
+            const std::int64_t target = output_row(p, work.sequence, kv_head, tile * kTileRows + r);
+            const float x = sum > 0.0f ? value / sum : 0.0f;
+            if (p.dtype == DType::kFloat32) static_cast<float*>(p.out)[target * dims + dim] = x;
+            if (p.dtype == DType::kFloat16) static_cast<__half*>(p.out)[target * dims + dim] = __float2half_rn(x);
+            if (bf16) static_cast<__nv_bfloat16*>(p.out)[target * dims + dim] = __float2bfloat16_rn(x);
+            if (dim == 0) p.lse[target] = finish_lse(peak, sum, 0.0f);
+        };
+        const auto slot_of = [&](int split, int r) {
+            return static_cast<std::int64_t>(work.base + split * columns + work.column) * kTileRows + r;
+        };
 #pragma unroll
         for (int i = 0; i < kOutputs; ++i) {
             const int index = threadIdx.x + kThreads * i;
-            if (index >= kTileRows * dims) break;
+            if (index >= tile_rows * dims) break;
             const int r = index / dims, dim = index % dims;
-            float total = out[i] * factor[r];
-            for (int token = 0; token < kBlockTokens; ++token)
-                total += score[r * kBlockTokens + token] * values[token * (dims + 1) + dim];
-            out[i] = total;
+            if (work.splits == 1) {
+                write(r, dim, out[i], row_max[r], row_sum[r]);
+            } else {
+                const std::int64_t slot = slot_of(work.split, r);
+                __stcg(p.partial + slot * dims + dim, out[i]);
+                if (dim == 0)
+                    __stcg(reinterpret_cast<float2*>(p.partial_max_sum) + slot, float2{row_max[r], row_sum[r]});
+            }
         }
-    }
-    __syncthreads();
-
-    const std::int64_t item =
-        static_cast<std::int64_t>(work.sequence) * (p.kv_heads * p.tiles) + kv_head * p.tiles + tile;
-    const auto write = [&](int r, int dim, float value, float peak, float sum) {
-        const std::int64_t target = output_row(p, work.sequence, kv_head, tile * kTileRows + r);
-        const float x = sum > 0.0f ? value / sum : 0.0f;
-        if (p.dtype == DType::kFloat32) static_cast<float*>(p.out)[target * dims + dim] = x;
-        if (p.dtype == DType::kFloat16) static_cast<__half*>(p.out)[target * dims + dim] = __float2half_rn(x);
-        if (bf16) static_cast<__nv_bfloat16*>(p.out)[target * dims + dim] = __float2bfloat16_rn(x);
-        if (dim == 0) p.lse[target] = finish_lse(peak, sum, 0.0f);
-    };
-#pragma unroll
-    for (int i = 0; i < kOutputs; ++i) {
-        const int index = threadIdx.x + kThreads * i;
-        if (index >= tile_rows * dims) break;
-        const int r = index / dims, dim = index % dims;
-        if (work.splits <= 1) {
-            write(r, dim, out[i], row_max[r], row_sum[r]);
-        } else {
-            const std::int64_t slot = (item * p.max_splits + split) * kTileRows + r;
-            __stcg(p.partial + slot * dims + dim, out[i]);
-            if (dim == 0) __stcg(reinterpret_cast<float2*>(p.partial_max_sum) + slot, float2{row_max[r], row_sum[r]});
+        if (work.splits > 1) {
+            int* counter = p.counters + work.base + work.column;
+            __syncthreads();
+            if (threadIdx.x == 0) {
+                __threadfence();
+                const bool last = atomicAdd(counter, 1) == work.splits - 1;
+                if (last) *counter = 0;
+                __threadfence();
+                last_flag = last;
+            }
+            __syncthreads();
+            for (int index = threadIdx.x; last_flag && index < tile_rows * dims; index += kThreads) {
+                const int r = index / dims, dim = index % dims;
+                float peak = kMasked, sum = 0.0f, total = 0.0f;
+                const auto* max_sum = reinterpret_cast<const float2*>(p.partial_max_sum);
+                for (int split = 0; split < work.splits; ++split)
+                    peak = fmaxf(peak, __ldcg(max_sum + slot_of(split, r)).x);
+                for (int split = 0; split < work.splits; ++split) {
+                    const float2 ms = __ldcg(max_sum + slot_of(split, r));
+                    const float weight = exp2f(ms.x - peak);
+                    sum += weight * ms.y;
+                    total += weight * __ldcg(p.partial + slot_of(split, r) * dims + dim);
+                }
+                write(r, dim, total, peak, sum);
+            }
         }
-    }
-    if (work.splits <= 1) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) last_flag = atomicAdd(p.counters + item, 1) == work.splits - 1;
-    __syncthreads();
-    if (!last_flag) return;
-    if (threadIdx.x == 0) p.counters[item] = 0;
-    __threadfence();
-    for (int index = threadIdx.x; index < tile_rows * dims; index += kThreads) {
-        const int r = index / dims, dim = index % dims;
-        const std::int64_t slot = item * p.max_splits * kTileRows + r;
-        float peak = kMasked, sum = 0.0f, total = 0.0f;
-        const auto* max_sum = reinterpret_cast<const float2*>(p.partial_max_sum) + slot;
-        for (int s = 0; s < work.splits; ++s) peak = fmaxf(peak, __ldcg(&max_sum[s * kTileRows]).x);
-        for (int s = 0; s < work.splits; ++s) {
-            const float2 ms = __ldcg(&max_sum[s * kTileRows]);
-            const float weight = exp2f(ms.x - peak);
-            sum += weight * ms.y;
-            total += weight * __ldcg(p.partial + (slot + s * kTileRows) * dims + dim);
-        }
-        write(r, dim, total, peak, sum);
+        if (item_index(k + 1) >= work.items) return;
     }
 }
 
 }  // namespace
 
-cudaError_t launch_generic_decode(const KVFormat& format, const DecodeParams& p, cudaStream_t stream) {
-    const int rotate_floats = p.rotate_order != 0 ? kTileRows * format.head_dim : 0;
-    const std::size_t bytes = sizeof(float) * (kTileRows * format.head_dim + 2 * kBlockTokens * (format.head_dim + 1) +
-                                               kTileRows * kBlockTokens + rotate_floats);
+cudaError_t launch_generic_decode(const KVFormat& format, int grid, const DecodeParams& p, cudaStream_t stream) {
+    const int bytes = GenericShared(nullptr, format).bytes;
     const cudaError_t status =
-        cudaFuncSetAttribute(decode_generic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, 64 * 1024);
+        cudaFuncSetAttribute(decode_generic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
     if (status != cudaSuccess) return status;
-    return launch(decode_generic_kernel, dim3(p.max_splits, p.kv_heads * p.tiles, p.batch), dim3(kThreads), bytes,
-                  stream, p, format);
+    return launch(decode_generic_kernel, dim3(grid), dim3(kThreads), bytes, stream, p, format);
 }
 
 }  // namespace quarot

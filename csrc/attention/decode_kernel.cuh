@@ -36,6 +36,11 @@ struct DecodeConfig {
     static constexpr int kStageTokens = 16 * kBlocks;
     static constexpr int kBlockBytes = kFormat.block_bytes();
     static constexpr int kStageBytes = kBlocks * kBlockBytes;
+    // 12 warps on an SM (4 CTAs of 3) leave 168 registers; wide heads, several groups and the many power-of-two classes
+    // of narrow codes need more and get 8 or 9 warps.
+    static constexpr bool kFewRegisters =
+        D <= 128 && kKeyGroups == 1 && kValueGroups == 1 && code_classes(KeyBits) <= 2 && ValueBits != 3;
+    static constexpr int kRegisterThreads = kFewRegisters || D == 64 ? 384 : 256;
     static constexpr int kRowStride = D + 4;  // of the merge area, floats: keeps float2 writes free of bank conflicts
     static_assert(kTileRows * kRowStride * 4 <= kStageBytes, "the merge reuses the warp's ring");
     static_assert((KeyBits == 16) == (ValueBits == 16), "mixes of raw and packed are served by the generic kernel");
@@ -208,28 +213,41 @@ __device__ __forceinline__ void attend_stage(const std::uint8_t* stage, int bloc
     }
 }
 
-// q of the tile as mma operands: lane holds row lane / 4, dims 16 i + 4 (lane % 4) .. + 3 as pairs (0, 2) and (1, 3).
+// q of the tile in two steps, so that the loads are in flight while other things are looked up. Lane: row lane / 4, dims
+// 16 i + 4 (lane % 4) .. + 3 as two pairs of 16-bit floats (queries in float32 are rounded here).
 template <typename C>
-__device__ __forceinline__ void load_query(const void* row, DType dtype, bool valid,
-                                           std::uint32_t (&query)[C::kMmas][2], float (&sums)[C::kKeyGroups], int lane) {
+__device__ __forceinline__ void load_query(const void* row, DType dtype, bool valid, std::uint32_t (&raw)[C::kMmas][2],
+                                           int lane) {
+#pragma unroll
+    for (int i = 0; i < C::kMmas; ++i) {
+        const int dim = 16 * i + 4 * (lane % 4);
+        raw[i][0] = raw[i][1] = 0;
+        if (!valid) continue;
+        if (dtype == DType::kFloat32) {
+            const float4 x = *reinterpret_cast<const float4*>(static_cast<const float*>(row) + dim);
+            raw[i][0] = pack_pair<C::kBf16>(x.x, x.y), raw[i][1] = pack_pair<C::kBf16>(x.z, x.w);
+        } else {
+            // Volatile: issued here, not where the values are used.
+            asm volatile("ld.global.v2.u32 {%0, %1}, [%2];"
+                         : "=r"(raw[i][0]), "=r"(raw[i][1])
+                         : "l"(static_cast<const std::uint16_t*>(row) + dim));
+        }
+    }
+}
+
+// To mma operands, in place: pairs (0, 2) and (1, 3), fp16 unless the pool is raw bf16. sums: q over every key group.
+template <typename C>
+__device__ __forceinline__ void finish_query(std::uint32_t (&query)[C::kMmas][2], bool from_bf16,
+                                             float (&sums)[C::kKeyGroups]) {
 #pragma unroll
     for (int group = 0; group < C::kKeyGroups; ++group) sums[group] = 0.0f;
 #pragma unroll
     for (int i = 0; i < C::kMmas; ++i) {
-        const int dim = 16 * i + 4 * (lane % 4);
-        std::uint32_t even = 0, odd = 0;  // dims (0, 2) and (1, 3)
-        if (valid) {
-            if (dtype == DType::kFloat32) {
-                const float4 x = *reinterpret_cast<const float4*>(static_cast<const float*>(row) + dim);
-                even = pack_pair<C::kBf16>(x.x, x.z), odd = pack_pair<C::kBf16>(x.y, x.w);
-            } else {
-                const uint2 x = *reinterpret_cast<const uint2*>(static_cast<const std::uint16_t*>(row) + dim);
-                even = __byte_perm(x.x, x.y, 0x5410), odd = __byte_perm(x.x, x.y, 0x7632);
-                if (dtype == DType::kBFloat16 && !C::kBf16) {
-                    even = pack_pair<false>(__uint_as_float(even << 16), __uint_as_float(even & 0xffff0000u));
-                    odd = pack_pair<false>(__uint_as_float(odd << 16), __uint_as_float(odd & 0xffff0000u));
-                }
-            }
+        std::uint32_t even = __byte_perm(query[i][0], query[i][1], 0x5410);
+        std::uint32_t odd = __byte_perm(query[i][0], query[i][1], 0x7632);
+        if (from_bf16 && !C::kBf16) {
+            even = pack_pair<false>(__uint_as_float(even << 16), __uint_as_float(even & 0xffff0000u));
+            odd = pack_pair<false>(__uint_as_float(odd << 16), __uint_as_float(odd & 0xffff0000u));
         }
         query[i][0] = even, query[i][1] = odd;
         if constexpr (C::kKeyBits != 16) {
@@ -257,7 +275,8 @@ struct PageIds {
     }
 };
 
-template <typename C>
+// Copies a stage into a slot of the ring, or with `ToL2` only brings it into L2.
+template <typename C, bool ToL2 = false>
 __device__ __forceinline__ void issue_stage(const DecodeParams& p, const Work& work, const Ring& ring, int stage,
                                             int slot, int ids, int ids_lane, int kv_head, int lane) {
     const int first_block = stage * C::kBlocks;
@@ -266,19 +285,25 @@ __device__ __forceinline__ void issue_stage(const DecodeParams& p, const Work& w
         const std::int64_t index = (static_cast<std::int64_t>(id) * p.kv_heads + kv_head) * p.page_blocks;
         return p.pool + (index + block % p.page_blocks) * C::kBlockBytes;
     };
-    ring.expect(slot, count * C::kBlockBytes, lane);
+    const auto copy = [&](int offset, const std::uint8_t* from, int bytes) {
+        if constexpr (ToL2) {
+            ring.prefetch(from, bytes, lane);
+        } else {
+            ring.copy(slot, offset, from, bytes, lane);
+        }
+    };
+    if constexpr (!ToL2) ring.expect(slot, count * C::kBlockBytes, lane);
     if (p.page_blocks % C::kBlocks == 0) {  // a stage lies within one page: one copy
         const int id = __shfl_sync(kFullWarp, ids, ids_lane);
-        if (!QUAROT_BULK_COPY || lane == 0) ring.copy(slot, 0, source(id, first_block), count * C::kBlockBytes, lane);
+        if (!QUAROT_BULK_COPY || lane == 0) copy(0, source(id, first_block), count * C::kBlockBytes);
     } else if (QUAROT_BULK_COPY) {
         const int id = __shfl_sync(kFullWarp, ids, ids_lane + lane % C::kBlocks);
         __syncwarp();  // the expectation first
-        if (lane < count)
-            ring.copy(slot, lane * C::kBlockBytes, source(id, first_block + lane), C::kBlockBytes, lane);
+        if (lane < count) copy(lane * C::kBlockBytes, source(id, first_block + lane), C::kBlockBytes);
     } else {
         for (int block = 0; block < count; ++block) {
             const int id = __shfl_sync(kFullWarp, ids, ids_lane + block);
-            ring.copy(slot, block * C::kBlockBytes, source(id, first_block + block), C::kBlockBytes, lane);
+            copy(block * C::kBlockBytes, source(id, first_block + block), C::kBlockBytes);
         }
     }
 }
@@ -305,71 +330,82 @@ __device__ __forceinline__ float finish_lse(float peak, float sum, float bias) {
     return sum > 0.0f ? peak + log2f(sum) - bias : -CUDART_INF_F;
 }
 
-// Adds the warps' results (row-wise maxima, sums and outputs in shared memory), then the splits'; writes out and lse.
+// Adds up partial results of a row in a fixed order: one pass with a running maximum.
+struct RowSum {
+    float peak = kMasked, sum = 0.0f;
+    float4 total{0.0f, 0.0f, 0.0f, 0.0f};
+
+    __device__ __forceinline__ void add(float2 max_sum, float4 x) {
+        const float updated = fmaxf(peak, max_sum.x);
+        const float old_factor = exp2_approx(peak - updated), factor = exp2_approx(max_sum.x - updated);
+        peak = updated;
+        sum = sum * old_factor + factor * max_sum.y;
+        total.x = total.x * old_factor + factor * x.x, total.y = total.y * old_factor + factor * x.y;
+        total.z = total.z * old_factor + factor * x.z, total.w = total.w * old_factor + factor * x.w;
+    }
+};
+
 template <typename C>
-__device__ __forceinline__ void merge_and_store(const DecodeParams& p, const Work& work, int split, int kv_head,
-                                                int tile, const std::uint8_t* rings, int ring_bytes,
-                                                const float2* max_sum, int warps, int* last_flag) {
+__device__ __forceinline__ void store_row(const DecodeParams& p, const Work& work, int row, int quad,
+                                          const RowSum& result) {
+    const float inverse = result.sum > 0.0f ? 1.0f / result.sum : 0.0f;
+    const std::int64_t target =
+        output_row(p, work.sequence, work.column / p.tiles, work.column % p.tiles * kTileRows + row);
+    store_four<C>(p, target * (C::kD / 4) + quad,
+                  {result.total.x * inverse, result.total.y * inverse, result.total.z * inverse,
+                   result.total.w * inverse});
+    if (quad == 0) p.lse[target] = finish_lse(result.peak, result.sum, C::kProbabilityBias);
+}
+
+// Adds the warps' results (row-wise maxima, sums and outputs in shared memory), then the pieces'; writes out and lse.
+template <typename C>
+__device__ __forceinline__ void merge_and_store(const DecodeParams& p, const Work& work, const std::uint8_t* rings,
+                                                int ring_bytes, const float2* max_sum, int warps, int* last_flag) {
     constexpr int kQuads = C::kD / 4;
-    const int rows = min(kTileRows, p.tokens * (p.query_heads / p.kv_heads) - tile * kTileRows);
-    const std::int64_t item =
-        static_cast<std::int64_t>(work.sequence) * (p.kv_heads * p.tiles) + kv_head * p.tiles + tile;
+    const int columns = p.kv_heads * p.tiles;
+    const int rows =
+        min(kTileRows, p.tokens * (p.query_heads / p.kv_heads) - work.column % p.tiles * kTileRows);
     for (int index = threadIdx.x; index < rows * kQuads; index += blockDim.x) {
         const int row = index / kQuads, quad = index % kQuads;
-        float peak = kMasked, sum = 0.0f;
-        float4 total{0.0f, 0.0f, 0.0f, 0.0f};
-        for (int w = 0; w < warps; ++w) peak = fmaxf(peak, max_sum[w * kTileRows + row].x);
-        for (int w = 0; w < warps; ++w) {
-            const float2 ms = max_sum[w * kTileRows + row];
-            const float factor = exp2_approx(ms.x - peak);
-            const float4 x = *reinterpret_cast<const float4*>(
-                reinterpret_cast<const float*>(rings + w * ring_bytes) + row * C::kRowStride + 4 * quad);
-            sum += factor * ms.y;
-            total.x += factor * x.x, total.y += factor * x.y, total.z += factor * x.z, total.w += factor * x.w;
-        }
+        RowSum result;
+        for (int w = 0; w < warps; ++w)
+            result.add(max_sum[w * kTileRows + row],
+                       *reinterpret_cast<const float4*>(reinterpret_cast<const float*>(rings + w * ring_bytes) +
+                                                        row * C::kRowStride + 4 * quad));
         if (work.splits == 1) {
-            const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-            const std::int64_t target = output_row(p, work.sequence, kv_head, tile * kTileRows + row);
-            store_four<C>(p, target * kQuads + quad,
-                          {total.x * inverse, total.y * inverse, total.z * inverse, total.w * inverse});
-            if (quad == 0) p.lse[target] = finish_lse(peak, sum, C::kProbabilityBias);
+            store_row<C>(p, work, row, quad, result);
         } else {
-            const std::int64_t slot = (item * p.max_splits + split) * kTileRows + row;
-            __stcg(reinterpret_cast<float4*>(p.partial) + slot * kQuads + quad, total);
-            if (quad == 0) __stcg(reinterpret_cast<float2*>(p.partial_max_sum) + slot, float2{peak, sum});
+            const int item = work.base + work.split * columns + work.column;
+            const std::int64_t slot = static_cast<std::int64_t>(item) * kTileRows + row;
+            __stcg(reinterpret_cast<float4*>(p.partial) + slot * kQuads + quad, result.total);
+            if (quad == 0)
+                __stcg(reinterpret_cast<float2*>(p.partial_max_sum) + slot, float2{result.peak, result.sum});
         }
     }
     if (work.splits == 1) return;
 
-    __threadfence();
+    int* counter = p.counters + work.base + work.column;
     __syncthreads();
-    if (threadIdx.x == 0) *last_flag = atomicAdd(p.counters + item, 1) == work.splits - 1;
+    if (threadIdx.x == 0) {
+        __threadfence();  // of the whole CTA's stores: the barrier ordered them before this
+        const bool last = atomicAdd(counter, 1) == work.splits - 1;
+        if (last) *counter = 0;  // ready for the next launch
+        __threadfence();
+        *last_flag = last;
+    }
     __syncthreads();
     if (!*last_flag) return;
-    if (threadIdx.x == 0) p.counters[item] = 0;  // ready for the next launch
-    __threadfence();
     for (int index = threadIdx.x; index < rows * kQuads; index += blockDim.x) {
         const int row = index / kQuads, quad = index % kQuads;
-        const std::int64_t slot = item * p.max_splits * kTileRows + row;
-        const float2* splits_max_sum = reinterpret_cast<const float2*>(p.partial_max_sum) + slot;
-        const float4* splits_total = reinterpret_cast<const float4*>(p.partial) + slot * kQuads + quad;
-        float peak = kMasked, sum = 0.0f;
-        float4 total{0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
-        for (int s = 0; s < work.splits; ++s) peak = fmaxf(peak, __ldcg(&splits_max_sum[s * kTileRows]).x);
-#pragma unroll 4
+        RowSum result;
+#pragma unroll 8
         for (int s = 0; s < work.splits; ++s) {
-            const float2 ms = __ldcg(&splits_max_sum[s * kTileRows]);
-            const float4 x = __ldcg(&splits_total[s * kTileRows * kQuads]);
-            const float factor = exp2_approx(ms.x - peak);
-            sum += factor * ms.y;
-            total.x += factor * x.x, total.y += factor * x.y, total.z += factor * x.z, total.w += factor * x.w;
+            const std::int64_t slot =
+                static_cast<std::int64_t>(work.base + s * columns + work.column) * kTileRows + row;
+            result.add(__ldcg(reinterpret_cast<const float2*>(p.partial_max_sum) + slot),
+                       __ldcg(reinterpret_cast<const float4*>(p.partial) + slot * kQuads + quad));
         }
-        const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-        const std::int64_t target = output_row(p, work.sequence, kv_head, tile * kTileRows + row);
-        store_four<C>(p, target * kQuads + quad,
-                      {total.x * inverse, total.y * inverse, total.z * inverse, total.w * inverse});
-        if (quad == 0) p.lse[target] = finish_lse(peak, sum, C::kProbabilityBias);
+        store_row<C>(p, work, row, quad, result);
     }
 }
 
@@ -380,193 +416,196 @@ constexpr int decode_shared_bytes(int warps, int stages, bool rotate) {
 }
 
 template <typename C>
-__global__ void __launch_bounds__(256, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) std::uint8_t shared[];
     __shared__ int last_flag;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const int split = blockIdx.x, kv_head = blockIdx.y / p.tiles, tile = blockIdx.y % p.tiles;
-    const int group = p.query_heads / p.kv_heads, stages = p.ring_stages, ring_bytes = stages * C::kStageBytes;
+    const int group = p.query_heads / p.kv_heads, rows = p.tokens * group;
+    const int stages = p.ring_stages, ring_bytes = stages * C::kStageBytes;
     auto* mbarriers = reinterpret_cast<std::uint64_t*>(shared + warps * ring_bytes);
     auto* max_sum = reinterpret_cast<float2*>(mbarriers + warps * stages);
     auto* rotated = reinterpret_cast<std::uint16_t*>(max_sum + warps * kTileRows);
     std::uint8_t* my_ring = shared + warp * ring_bytes;
     const Ring ring(my_ring, mbarriers + warp * stages, stages, C::kStageBytes, lane);
-
-    // Before the programmatic-launch wait only what the previous kernel cannot be writing is fetched: whole stages of
-    // tokens older than the T new ones. Lengths and page ids are read again after the wait and the ring restarted in the
-    // unlikely case that they changed, so a producer of them may run right before.
-    Work work = plan_work(p, blockIdx.z, split, C::kStageTokens, lane);
-    int ids = PageIds<C>::load(p, work, 0, warp, warps, lane);
-    int issued = 0;
-    const auto issue_next = [&](int slot) {
-        const int stage = work.first + warp + issued * warps;
-        if (stage < work.last)
-            issue_stage<C>(p, work, ring, stage, slot, ids, issued % PageIds<C>::kBatch * C::kBlocks, kv_head, lane);
-        ring.commit();
-        ++issued;
-    };
-    const auto is_old = [&](int k) {
-        const int stage = work.first + warp + k * warps;
-        return stage < work.last && (stage + 1) * C::kStageTokens <= work.length - p.tokens;
-    };
-    while (issued < stages && is_old(issued)) issue_next(issued);
-    pdl_wait();
-    pdl_trigger();
     unsigned parities = 0;  // bit = parity the next wait on that slot looks for
-    {
-        const int ids_now = PageIds<C>::load(p, work, 0, warp, warps, lane);
-        const Work now = plan_work(p, blockIdx.z, split, C::kStageTokens, lane);
-        if (__any_sync(kFullWarp, !(now == work) || ids_now != ids)) {
-            for (int k = 0; k < issued; ++k) {
-                ring.wait_all(k, 0);
-                parities |= 1u << k;
-            }
-            issued = 0;
-            work = now;
-            ids = PageIds<C>::load(p, work, 0, warp, warps, lane);
-        }
-    }
-    int ids_next = PageIds<C>::load(p, work, 1, warp, warps, lane);
-    while (issued < stages) issue_next(issued);
 
-    const int rows = p.tokens * group;
-    if (work.splits == 0) {  // empty sequence
-        if (split != 0) return;
-        for (int index = threadIdx.x; index < min(kTileRows, rows - tile * kTileRows) * (C::kD / 4);
-             index += blockDim.x) {
-            const std::int64_t target =
-                output_row(p, work.sequence, kv_head, tile * kTileRows + index / (C::kD / 4));
-            store_four<C>(p, target * (C::kD / 4) + index % (C::kD / 4), {0.0f, 0.0f, 0.0f, 0.0f});
-            if (index % (C::kD / 4) == 0) p.lse[target] = -CUDART_INF_F;
-        }
-        return;
-    }
-    if (split >= work.splits) return;
-
-    std::uint32_t query[C::kMmas][2];
-    float query_sum[C::kKeyGroups][2];
-    {
-        const std::size_t element = p.dtype == DType::kFloat32 ? 4 : 2;
-        const auto source = [&](int row) {
-            return static_cast<const std::uint8_t*>(p.query) +
-                   output_row(p, work.sequence, kv_head, row) * C::kD * element;
+    for (int k = 0;; ++k) {
+        Work work = find_work(p, item_index(k), C::kStageTokens, lane);
+        int ids = PageIds<C>::load(p, work, 0, warp, warps, lane);
+        int issued = 0;
+        const auto stage_of = [&](int i) { return work.first + warp + i * warps; };
+        const auto issue_next = [&](int slot) {
+            if (stage_of(issued) < work.last)
+                issue_stage<C>(p, work, ring, stage_of(issued), slot, ids,
+                               issued % PageIds<C>::kBatch * C::kBlocks, work.column / p.tiles, lane);
+            ring.commit();
+            ++issued;
         };
-        const int row = tile * kTileRows + lane / 4;
-        float sums[C::kKeyGroups];
-        if (p.rotate_order != 0) {
-            if constexpr ((C::kD & (C::kD - 1)) == 0) {
-                constexpr int kPer = C::kD / 32;
-                for (int r = warp; r < kTileRows; r += warps) {
-                    float x[kPer];
+        const auto query_source = [&](int row) -> const void* {
+            return static_cast<const std::uint8_t*>(p.query) +
+                   output_row(p, work.sequence, work.column / p.tiles, row) * C::kD *
+                       (p.dtype == DType::kFloat32 ? 4 : 2);
+        };
+        std::uint32_t query[C::kMmas][2];
+        const auto load_my_query = [&] {
+            const int row = work.column % p.tiles * kTileRows + lane / 4;
+            if (work.sequence >= 0 && p.rotate_order == 0)
+                load_query<C>(query_source(row), p.dtype, row < rows, query, lane);
+        };
+
+        if (k == 0) {
+            // Before the programmatic-launch wait only what the previous kernel cannot be writing is fetched: stages of
+            // tokens older than the T new ones. Lengths and page ids are read again after the wait and the ring is
+            // restarted in the unlikely case that they changed, so a producer of them may run right before.
+            const auto is_old = [&](int i) {
+                return stage_of(i) < work.last && (stage_of(i) + 1) * C::kStageTokens <= work.length - p.tokens;
+            };
+            while (issued < stages && is_old(issued)) issue_next(issued);
+            if (issued < stages && stage_of(issued) < work.last)  // the new tokens' stage: into L2 only
+                issue_stage<C, true>(p, work, ring, stage_of(issued), 0, ids,
+                                     issued % PageIds<C>::kBatch * C::kBlocks, work.column / p.tiles, lane);
+            pdl_wait();
+            pdl_trigger();
+            load_my_query();
+            const int ids_now = PageIds<C>::load(p, work, 0, warp, warps, lane);
+            const Work now = find_work(p, item_index(0), C::kStageTokens, lane);
+            if (__any_sync(kFullWarp, !(now == work) || ids_now != ids)) {
+                for (int i = 0; i < issued; ++i) ring.wait_all(i, 0);
+                parities = (1u << issued) - 1;
+                issued = 0;
+                work = now;
+                ids = PageIds<C>::load(p, work, 0, warp, warps, lane);
+                load_my_query();
+            }
+        } else {
+            load_my_query();
+        }
+        if (work.sequence < 0) return;
+        while (issued < stages) issue_next(issued);
+        int ids_next = PageIds<C>::load(p, work, 1, warp, warps, lane);
+        const int tile = work.column % p.tiles;
+
+        float query_sum[C::kKeyGroups][2];
+        {
+            float sums[C::kKeyGroups];
+            if (p.rotate_order != 0) {
+                if constexpr ((C::kD & (C::kD - 1)) == 0) {
+                    constexpr int kPer = C::kD / 32;
+                    for (int r = warp; r < kTileRows; r += warps) {
+                        float x[kPer];
+                        const int row = tile * kTileRows + r;
 #pragma unroll
-                    for (int i = 0; i < kPer; ++i)
-                        x[i] = tile * kTileRows + r < rows
-                                   ? load_as_float(source(tile * kTileRows + r), p.dtype, kPer * lane + i)
-                                   : 0.0f;
-                    rotate_registers<C::kD>(x, lane);
+                        for (int i = 0; i < kPer; ++i)
+                            x[i] = row < rows ? load_as_float(query_source(row), p.dtype, kPer * lane + i) : 0.0f;
+                        rotate_registers<C::kD>(x, lane);
 #pragma unroll
-                    for (int i = 0; i < kPer; i += 2)
-                        reinterpret_cast<std::uint32_t*>(rotated)[(r * C::kD + kPer * lane + i) / 2] =
-                            pack_pair<C::kBf16>(x[i], x[i + 1]);
+                        for (int i = 0; i < kPer; i += 2)
+                            reinterpret_cast<std::uint32_t*>(rotated)[(r * C::kD + kPer * lane + i) / 2] =
+                                pack_pair<C::kBf16>(x[i], x[i + 1]);
+                    }
+                }
+                __syncthreads();
+#pragma unroll
+                for (int i = 0; i < C::kMmas; ++i) {
+                    const uint2 two = *reinterpret_cast<const uint2*>(rotated + lane / 4 * C::kD + 16 * i + 4 * (lane % 4));
+                    query[i][0] = two.x, query[i][1] = two.y;
                 }
             }
-            __syncthreads();
-            load_query<C>(rotated + lane / 4 * C::kD, C::kBf16 ? DType::kBFloat16 : DType::kFloat16, true, query, sums,
-                          lane);
-        } else {
-            load_query<C>(source(row), p.dtype, row < rows, query, sums, lane);
-        }
-        if constexpr (C::kKeyBits != 16) {
+            finish_query<C>(query, p.rotate_order == 0 && p.dtype == DType::kBFloat16, sums);
+            if constexpr (C::kKeyBits != 16) {
 #pragma unroll
-            for (int g = 0; g < C::kKeyGroups; ++g) {
-                sums[g] += __shfl_xor_sync(kFullWarp, sums[g], 1);
-                sums[g] += __shfl_xor_sync(kFullWarp, sums[g], 2);
-                sums[g] *= p.scale_log2;
-                query_sum[g][0] = __shfl_sync(kFullWarp, sums[g], 8 * (lane % 4));
-                query_sum[g][1] = __shfl_sync(kFullWarp, sums[g], 8 * (lane % 4) + 4);
+                for (int g = 0; g < C::kKeyGroups; ++g) {
+                    sums[g] += __shfl_xor_sync(kFullWarp, sums[g], 1);
+                    sums[g] += __shfl_xor_sync(kFullWarp, sums[g], 2);
+                    sums[g] *= p.scale_log2;
+                    query_sum[g][0] = __shfl_sync(kFullWarp, sums[g], 8 * (lane % 4));
+                    query_sum[g][1] = __shfl_sync(kFullWarp, sums[g], 8 * (lane % 4) + 4);
+                }
             }
         }
-    }
 
-    RowLimits limits;
-    const int first_end = work.length - p.tokens + 1;  // of query token 0
+        RowLimits limits;
+        const int first_end = work.length - p.tokens + 1;  // of query token 0
 #pragma unroll
-    for (int column = 0; column < 2; ++column) {
-        const int row = min(tile * kTileRows + 2 * (lane % 4) + column, rows - 1);
-        limits.end[column] = first_end + row / group;
-        limits.start[column] = p.window > 0 ? limits.end[column] - p.window : 0;
-    }
-    const int last_row = min(tile * kTileRows + kTileRows, rows) - 1;
-    const int unmasked_end = first_end + tile * kTileRows / group;
-    const int unmasked_start = p.window > 0 ? first_end + last_row / group - p.window : 0;
-
-    WarpState<C> state;
-#pragma unroll
-    for (int i = 0; i < C::kMmas; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) state.out[i][j] = 0.0f;
-#pragma unroll
-    for (int column = 0; column < 2; ++column) {
-        state.max[column] = kMasked, state.sum[column] = 0.0f;
-#pragma unroll
-        for (int g = 0; g < C::kValueGroups; ++g) state.offset_sum[g][column] = 0.0f;
-    }
-
-    int slot = 0;
-    for (int stage = work.first + warp; stage < work.last; stage += warps) {
-        ring.wait(slot, parities >> slot & 1);
-        parities ^= 1u << slot;
-        const std::uint8_t* buffer = my_ring + slot * C::kStageBytes;
-        const int base_token = stage * C::kStageTokens;
-        if (base_token + C::kStageTokens <= unmasked_end && base_token >= unmasked_start) {
-            attend_stage<C, false>(buffer, C::kBlocks, base_token, work.length, limits, query, query_sum, p.scale_log2,
-                                   state, lane);
-        } else {
-            const int blocks = min(C::kBlocks, (work.length - base_token + kBlockTokens - 1) / kBlockTokens);
-            attend_stage<C, true>(buffer, blocks, base_token, work.length, limits, query, query_sum, p.scale_log2,
-                                  state, lane);
+        for (int column = 0; column < 2; ++column) {
+            const int row = min(tile * kTileRows + 2 * (lane % 4) + column, rows - 1);
+            limits.end[column] = first_end + row / group;
+            limits.start[column] = p.window > 0 ? limits.end[column] - p.window : 0;
         }
-        __syncwarp();  // everybody has read the slot
-        if (issued % PageIds<C>::kBatch == 0) {
-            ids = ids_next;
-            ids_next = PageIds<C>::load(p, work, issued / PageIds<C>::kBatch + 1, warp, warps, lane);
-        }
-        issue_next(slot);
-        slot = slot + 1 == stages ? 0 : slot + 1;
-    }
+        const int last_row = min(tile * kTileRows + kTileRows, rows) - 1;
+        const int unmasked_end = first_end + tile * kTileRows / group;
+        const int unmasked_start = p.window > 0 ? first_end + last_row / group - p.window : 0;
 
+        WarpState<C> state;
 #pragma unroll
-    for (int column = 0; column < 2; ++column) {
+        for (int i = 0; i < C::kMmas; ++i)
 #pragma unroll
-        for (int distance = 4; distance <= 16; distance *= 2) {
-            state.sum[column] += __shfl_xor_sync(kFullWarp, state.sum[column], distance);
+            for (int j = 0; j < 4; ++j) state.out[i][j] = 0.0f;
 #pragma unroll
-            for (int g = 0; g < C::kValueGroups; ++g)
-                state.offset_sum[g][column] += __shfl_xor_sync(kFullWarp, state.offset_sum[g][column], distance);
+        for (int column = 0; column < 2; ++column) {
+            state.max[column] = kMasked, state.sum[column] = 0.0f;
+#pragma unroll
+            for (int g = 0; g < C::kValueGroups; ++g) state.offset_sum[g][column] = 0.0f;
         }
-        if (lane < 4) max_sum[warp * kTileRows + 2 * lane + column] = {state.max[column], state.sum[column]};
-    }
-    auto* area = reinterpret_cast<float*>(my_ring);
-    for_each_chunk<C::kD, plane_width(C::kValueBits)>([&](auto dims, auto base) {
-        constexpr int kDims = decltype(dims)::value, kBase = decltype(base)::value;
-        using Codes = ChunkCodes<C::kValueBits, kDims>;
-        const auto step = [&](auto index) {
-            constexpr int i = decltype(index)::value, kMma = kBase / 16 + i;
-            constexpr int kGroup = kMma * 16 / C::kValueGroup;
-            constexpr float kFactor =
-                C::kValueBits == 16 ? 1.0f : 16777216.0f / (1 << (Codes::kWidth * (i % Codes::kClasses)));
-#pragma unroll
-            for (int column = 0; column < 2; ++column) {
-                const float offset = C::kValueBits == 16 ? 0.0f : state.offset_sum[kGroup][column];
-                *reinterpret_cast<float2*>(area + (2 * (lane % 4) + column) * C::kRowStride + 16 * kMma +
-                                           2 * (lane / 4)) = {
-                    state.out[kMma][column] * kFactor + offset, state.out[kMma][2 + column] * kFactor + offset};
+
+        int slot = 0;
+        for (int stage = stage_of(0); stage < work.last; stage += warps) {
+            ring.wait(slot, parities >> slot & 1);
+            parities ^= 1u << slot;
+            const std::uint8_t* buffer = my_ring + slot * C::kStageBytes;
+            const int base_token = stage * C::kStageTokens;
+            if (base_token + C::kStageTokens <= unmasked_end && base_token >= unmasked_start) {
+                attend_stage<C, false>(buffer, C::kBlocks, base_token, work.length, limits, query, query_sum,
+                                       p.scale_log2, state, lane);
+            } else {
+                const int blocks = min(C::kBlocks, (work.length - base_token + kBlockTokens - 1) / kBlockTokens);
+                attend_stage<C, true>(buffer, blocks, base_token, work.length, limits, query, query_sum, p.scale_log2,
+                                      state, lane);
             }
-        };
-        for_each_index<kDims / 16>(step);
-    });
-    __syncthreads();
-    merge_and_store<C>(p, work, split, kv_head, tile, shared, ring_bytes, max_sum, warps, &last_flag);
+            __syncwarp();  // everybody has read the slot
+            if (issued % PageIds<C>::kBatch == 0) {
+                ids = ids_next;
+                ids_next = PageIds<C>::load(p, work, issued / PageIds<C>::kBatch + 1, warp, warps, lane);
+            }
+            issue_next(slot);
+            slot = slot + 1 == stages ? 0 : slot + 1;
+        }
+
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+#pragma unroll
+            for (int distance = 4; distance <= 16; distance *= 2) {
+                state.sum[column] += __shfl_xor_sync(kFullWarp, state.sum[column], distance);
+#pragma unroll
+                for (int g = 0; g < C::kValueGroups; ++g)
+                    state.offset_sum[g][column] += __shfl_xor_sync(kFullWarp, state.offset_sum[g][column], distance);
+            }
+            if (lane < 4) max_sum[warp * kTileRows + 2 * lane + column] = {state.max[column], state.sum[column]};
+        }
+        auto* area = reinterpret_cast<float*>(my_ring);
+        for_each_chunk<C::kD, plane_width(C::kValueBits)>([&](auto dims, auto base) {
+            constexpr int kDims = decltype(dims)::value, kBase = decltype(base)::value;
+            using Codes = ChunkCodes<C::kValueBits, kDims>;
+            const auto step = [&](auto index) {
+                constexpr int i = decltype(index)::value, kMma = kBase / 16 + i;
+                constexpr int kGroup = kMma * 16 / C::kValueGroup;
+                constexpr float kFactor =
+                    C::kValueBits == 16 ? 1.0f : 16777216.0f / (1 << (Codes::kWidth * (i % Codes::kClasses)));
+#pragma unroll
+                for (int column = 0; column < 2; ++column) {
+                    const float offset = C::kValueBits == 16 ? 0.0f : state.offset_sum[kGroup][column];
+                    *reinterpret_cast<float2*>(area + (2 * (lane % 4) + column) * C::kRowStride + 16 * kMma +
+                                               2 * (lane / 4)) = {
+                        state.out[kMma][column] * kFactor + offset, state.out[kMma][2 + column] * kFactor + offset};
+                }
+            };
+            for_each_index<kDims / 16>(step);
+        });
+        __syncthreads();
+        merge_and_store<C>(p, work, shared, ring_bytes, max_sum, warps, &last_flag);
+        if (item_index(k + 1) >= work.items) return;
+        __syncthreads();  // the rings are free again
+    }
 }
 
 }  // namespace quarot

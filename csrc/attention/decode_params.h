@@ -15,16 +15,17 @@ struct DecodeParams {
     const int* lengths;         // [B], the T new tokens included
     void* out;                  // [B, T, Hq, D] of dtype
     float* lse;                 // [B, T, Hq], base 2
-    float* partial;             // [B, Hk * tiles, max_splits, 8, D] fp32, unnormalised outputs of the splits
-    float* partial_max_sum;     // [B, Hk * tiles, max_splits, 8, 2]
-    int* counters;              // [B, Hk * tiles], zero before and after every launch
+    float* partial;             // [work items, 8, D] fp32, unnormalised outputs of the pieces of a split sequence
+    float* partial_max_sum;     // [items, 8, 2]
+    int* counters;              // [items], zero before and after every launch
     const std::int8_t* rotation_signs;  // [order, order] of R3, null for order 1
     DType dtype;
     int batch, tokens, query_heads, kv_heads;
     int num_pages, max_pages, page_blocks;
     int tiles;       // row tiles of 8: ceil(R / 8)
-    int max_splits;  // CTAs per (sequence, kv head, tile) at most
-    int cta_slots;   // CTAs the whole device holds at once, what the split count aims for
+    int max_splits;  // pieces of a sequence at most
+    int cta_slots;   // CTAs the whole device holds at once, what the piece count aims for
+    float mixed_piece;  // pieces of batches of mixed lengths, as a fraction of the even share of a CTA
     int window;      // > 0: every query sees its last `window` keys only
     int rotate_order, rotate_pow2;  // R3 on the queries, 0 = none
     int ring_stages;                // of every warp's private ring

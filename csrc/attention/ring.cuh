@@ -63,6 +63,12 @@ struct Ring {
 #endif
     }
 
+    __device__ __forceinline__ void prefetch(const std::uint8_t* source, int bytes, int lane) const {
+#if QUAROT_BULK_COPY
+        asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+#endif
+    }
+
     // Ends the copies of a stage; every stage (also an empty one, past the end) must be committed once, in order.
     __device__ __forceinline__ void commit() const {
 #if !QUAROT_BULK_COPY

@@ -1,26 +1,33 @@
-// Which sequence and which of its stages a CTA works on, decided on the device from the lengths (no host plan).
+// Which sequence, head and stages a CTA works on, decided on the device from the lengths (no host plan).
 //
-// Every warp of every CTA computes the same from `lengths`: a split count per sequence that makes the CTA total fit the
-// slots of the device, and, when lengths differ, the sequences longest first, so that the last wave is made of short ones.
+// Every sequence is cut into `splits` pieces, every piece times every (kv head, row tile) is one work item of a flat list,
+// and the CTAs of a grid that fits the device take the items in turn. So there are no idle CTAs to launch and retire (they
+// cost 2-5 us each while an SM holds one large CTA), and lengths that differ need no host knowledge.
+//
+// Each warp finds its item by itself from `lengths`: a few loads, reductions and scans over lanes.
 #pragma once
 
 #include "attention/decode_params.h"
 
 namespace quarot {
 
-constexpr int kSortLimit = 128;   // sequences; beyond it they are taken in order
-constexpr int kMinStages = 4;     // per split: fewer are dominated by the fixed cost of a CTA
+constexpr int kSortLimit = 128;  // sequences; larger batches are taken in order
+constexpr int kMinStages = 4;    // of a piece: a smaller one is dominated by the fixed cost of a CTA
+constexpr int kBuckets = 8;
 constexpr unsigned kFullWarp = 0xffffffffu;
 
 struct Work {
-    int sequence;
-    int length;      // tokens in the cache
-    int splits;      // CTAs that share the sequence (0: nothing to do)
-    int first, last; // stages [first, last) of this CTA
+    int sequence = -1;  // -1: no such item
+    int length = 0;     // tokens in the cache
+    int column = 0;     // kv head * tiles + tile
+    int split = 0, splits = 1;
+    int first = 0, last = 0;  // stages
+    int base = 0;             // item of split 0, column 0: split s of this column is item base + s * columns + column
+    int items = 0;            // length of the list
 
     __device__ __forceinline__ bool operator==(const Work& other) const {
-        return sequence == other.sequence && length == other.length && splits == other.splits && first == other.first &&
-               last == other.last;
+        return sequence == other.sequence && length == other.length && column == other.column &&
+               split == other.split && splits == other.splits;
     }
 };
 
@@ -38,60 +45,95 @@ __device__ __forceinline__ int stage_count(const DecodeParams& p, int length, in
     return (length + stage_tokens - 1) / stage_tokens - first_stage(p, length, stage_tokens);
 }
 
-// Stages of row `z` of the grid and share `split` of it. All lanes of the warp return the same.
-__device__ __forceinline__ Work plan_work(const DecodeParams& p, int z, int split, int stage_tokens, int lane) {
+// Pieces of a sequence of `stages`: never smaller than `piece`, never more than the merge can add up quickly.
+__device__ __forceinline__ int split_count(const DecodeParams& p, int stages, float piece) {
+    const int wanted = static_cast<int>(__fdividef(static_cast<float>(stages) + 0.01f, piece));
+    return min(max(wanted, 1), p.max_splits);
+}
+
+// Item `index` of the list, the same for all lanes.
+__device__ __forceinline__ Work find_work(const DecodeParams& p, int index, int stage_tokens, int lane) {
+    const int columns = p.kv_heads * p.tiles;
     Work work;
-    work.sequence = z;
-    int total = 0;
-    bool uniform = true;
+    int longest = 0, shortest = 0x7fffffff, total = 0, row = -1, local = index;
+    for (int r = lane; r < p.batch; r += 32) {
+        const int length = load_length(p, r);
+        total += stage_count(p, length, stage_tokens);
+        longest = max(longest, length), shortest = min(shortest, length);
+    }
     if (p.batch > 1) {
-        int longest = 0, shortest = 0x7fffffff;
-        for (int row = lane; row < p.batch; row += 32) {
-            const int length = load_length(p, row);
-            total += stage_count(p, length, stage_tokens);
-            longest = max(longest, length), shortest = min(shortest, length);
-        }
         total = __reduce_add_sync(kFullWarp, total);
         longest = __reduce_max_sync(kFullWarp, longest), shortest = __reduce_min_sync(kFullWarp, shortest);
-        uniform = longest - shortest < stage_tokens;
-        if (!uniform && p.batch <= kSortLimit) {
-            // The z-th longest: the row with exactly z rows before it.
-            for (int base = 0; base < p.batch; base += 32) {
-                const int row = base + lane;
-                const int mine = row < p.batch ? load_length(p, row) : -1;
-                int rank = 0;
-                for (int other_base = 0; other_base < p.batch; other_base += 32) {
-                    const int other_row = other_base + lane;
-                    const int other = other_row < p.batch ? load_length(p, other_row) : -2;
-                    const int count = min(32, p.batch - other_base);
-                    for (int i = 0; i < count; ++i) {
-                        const int length = __shfl_sync(kFullWarp, other, i);
-                        rank += length > mine || (length == mine && other_base + i < row);
-                    }
+    } else {
+        total = __shfl_sync(kFullWarp, total, 0), longest = shortest = __shfl_sync(kFullWarp, longest, 0);
+    }
+    const float share = static_cast<float>(total) * columns / p.cta_slots;
+    if (longest - shortest < stage_tokens) {
+        // As many pieces as fit the device at once: a second wave costs more than the finer cut brings.
+        const int stages = stage_count(p, longest, stage_tokens);
+        work.splits = split_count(p, stages, fmaxf(share, static_cast<float>(kMinStages)));
+        const int items = work.splits * columns;
+        work.items = items * p.batch;
+        row = index / items;
+        if (row >= p.batch) return work;
+        local = index - row * items;
+        work.base = row * items;
+        work.length = p.batch == 1 ? longest : load_length(p, row);
+    } else {
+        // Mixed lengths: smaller pieces, largest first (by powers of two), so that the last ones even out the CTAs.
+        const float piece = fmaxf(p.mixed_piece * share, static_cast<float>(kMinStages));
+        const bool sorted = p.batch <= kSortLimit;
+        int pieces = 0;
+        for (int r = lane; r < p.batch; r += 32)
+            pieces += split_count(p, stage_count(p, load_length(p, r), stage_tokens), piece);
+        work.items = __reduce_add_sync(kFullWarp, pieces) * columns;
+        if (index >= work.items) return work;
+        int before = 0;
+        for (int bucket = 0; bucket < (sorted ? kBuckets : 1) && row < 0; ++bucket) {
+            for (int start = 0; start < p.batch; start += 32) {
+                const int r = start + lane;
+                const int length = r < p.batch ? load_length(p, r) : 0;
+                const int stages = stage_count(p, length, stage_tokens);
+                const int splits = split_count(p, stages, piece);
+                // Bucket 0: whole pieces; then under 1, 1/2, 1/4 .. of a piece.
+                const int rank = min(max(static_cast<int>(ceilf(__log2f(piece / fmaxf(stages, 0.1f)))), 0), kBuckets - 1);
+                const bool here = r < p.batch && (!sorted || rank == bucket);
+                const int count = here ? splits * columns : 0;
+                int sum = count;  // inclusive scan
+#pragma unroll
+                for (int distance = 1; distance < 32; distance *= 2) {
+                    const int other = __shfl_up_sync(kFullWarp, sum, distance);
+                    if (lane >= distance) sum += other;
                 }
-                const unsigned found = __ballot_sync(kFullWarp, row < p.batch && rank == z);
-                if (found) work.sequence = base + __ffs(found) - 1;
+                const int end = before + sum;
+                const unsigned found = __ballot_sync(kFullWarp, here && index >= end - count && index < end);
+                if (found) {
+                    const int source = __ffs(found) - 1;
+                    row = start + source;
+                    work.base = __shfl_sync(kFullWarp, end - count, source);
+                    work.length = __shfl_sync(kFullWarp, length, source);
+                    work.splits = __shfl_sync(kFullWarp, splits, source);
+                    local = index - work.base;
+                    break;
+                }
+                before = __shfl_sync(kFullWarp, end, 31);
             }
         }
+        if (row < 0) return work;
     }
-    work.length = load_length(p, work.sequence);
-    const int stages = stage_count(p, work.length, stage_tokens);
-    if (p.batch == 1) total = stages;
-    const int items = p.kv_heads * p.tiles;
-    // Uniform lengths: the most splits that still fit the device at once (a second wave costs more than it brings).
-    // Mixed lengths: pieces of half the even share, since short sequences fill the gaps.
-    const float share = fmaxf(static_cast<float>(total) * items / p.cta_slots, 1.0f);
-    const float piece = fmaxf(uniform ? share : 0.5f * share, static_cast<float>(kMinStages));
-    const int wanted = static_cast<int>(__fdividef(static_cast<float>(stages), piece) + (uniform ? 1e-3f : 0.5f));
-    work.splits = stages == 0 ? 0 : min(max(wanted, 1), p.max_splits);
+    work.sequence = row;
+    work.split = local / columns;
+    work.column = local - work.split * columns;
     const int first = first_stage(p, work.length, stage_tokens);
-    if (split < work.splits) {
-        work.first = first + stages * split / work.splits;
-        work.last = first + stages * (split + 1) / work.splits;
-    } else {
-        work.first = work.last = 0;
-    }
+    const int stages = stage_count(p, work.length, stage_tokens);
+    work.first = first + stages * work.split / work.splits;
+    work.last = first + stages * (work.split + 1) / work.splits;
     return work;
+}
+
+// The k-th item of a CTA: forwards, then backwards, so that whoever had a large piece gets a small one next.
+__device__ __forceinline__ int item_index(int k) {
+    return k * gridDim.x + (k % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
 }  // namespace quarot

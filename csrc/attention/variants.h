@@ -27,6 +27,6 @@ DecodeVariants head128_other_variants();
 DecodeVariants head64_variants();
 DecodeVariants other_head_variants();
 
-cudaError_t launch_generic_decode(const KVFormat& format, const DecodeParams& params, cudaStream_t stream);
+cudaError_t launch_generic_decode(const KVFormat& format, int grid, const DecodeParams& params, cudaStream_t stream);
 
 }  // namespace quarot

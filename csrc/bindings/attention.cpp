@@ -23,8 +23,8 @@ void bind_attention(pybind11::module_& m) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                     static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads, max_tokens};
             const DecodePlan plan = decode_plan(shape, {warps, ring_stages, ctas_per_sm, max_splits, generic});
-            return py::make_tuple(plan.tiles, plan.max_splits, plan.cta_slots, plan.warps, plan.ring_stages,
-                                  plan.partial_floats, plan.max_sum_floats, plan.counters);
+            return py::make_tuple(plan.tiles, plan.max_splits, plan.cta_slots, plan.grid, plan.warps, plan.ring_stages,
+                                  plan.items);
         },
         py::arg("head_dim"), py::arg("key_bits"), py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"),
         py::arg("dtype"), py::arg("batch"), py::arg("tokens"), py::arg("query_heads"), py::arg("kv_heads"),
@@ -37,27 +37,29 @@ void bind_attention(pybind11::module_& m) {
            std::uintptr_t counters, std::uintptr_t signs, int head_dim, int key_bits, int value_bits, int key_group,
            int value_group, int dtype, int batch, int tokens, int query_heads, int kv_heads, int num_pages,
            int max_pages, int page_blocks, int window, int rotate_order, int rotate_pow2, double scale, int tiles,
-           int max_splits, int cta_slots, int warps, int ring_stages, std::uintptr_t stream) {
+           int max_splits, int cta_slots, int grid, int warps, int ring_stages, int items, std::uintptr_t stream) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                     static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads,
                                     max_pages * page_blocks * kBlockTokens};
-            DecodePlan plan{};
-            plan.tiles = tiles, plan.max_splits = max_splits, plan.cta_slots = cta_slots;
-            plan.warps = warps, plan.ring_stages = ring_stages;
-            const DecodeParams p{pointer(query), pointer<std::uint8_t>(pool), pointer<int>(page_table),
-                                 pointer<int>(lengths), pointer(out), pointer<float>(lse), pointer<float>(partial),
-                                 pointer<float>(max_sum), pointer<int>(counters), pointer<std::int8_t>(signs),
-                                 static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads, num_pages, max_pages,
-                                 page_blocks, tiles, max_splits, cta_slots, window, rotate_order, rotate_pow2,
-                                 ring_stages, static_cast<float>(scale * 1.4426950408889634)};
+            const DecodePlan plan{tiles, max_splits, cta_slots, grid, warps, ring_stages, items};
+            DecodeParams p{};
+            p.query = pointer(query), p.pool = pointer<std::uint8_t>(pool), p.page_table = pointer<int>(page_table);
+            p.lengths = pointer<int>(lengths), p.out = pointer(out), p.lse = pointer<float>(lse);
+            p.partial = pointer<float>(partial), p.partial_max_sum = pointer<float>(max_sum);
+            p.counters = pointer<int>(counters), p.rotation_signs = pointer<std::int8_t>(signs);
+            p.dtype = shape.dtype, p.batch = batch, p.tokens = tokens;
+            p.query_heads = query_heads, p.kv_heads = kv_heads;
+            p.num_pages = num_pages, p.max_pages = max_pages, p.page_blocks = page_blocks, p.window = window;
+            p.rotate_order = rotate_order, p.rotate_pow2 = rotate_pow2;
+            p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
             const cudaError_t status = decode_attention(shape, plan, p, pointer<CUstream_st>(stream));
             if (status == cudaSuccess) return;
             throw std::runtime_error(std::string("decode_attention: ") + cudaGetErrorString(status) +
                                      " (batch=" + std::to_string(batch) + ", tokens=" + std::to_string(tokens) +
                                      ", heads=" + std::to_string(query_heads) + "/" + std::to_string(kv_heads) +
                                      ", head_dim=" + std::to_string(head_dim) + ", bits=" + std::to_string(key_bits) +
-                                     "/" + std::to_string(value_bits) + ", max_splits=" + std::to_string(max_splits) +
-                                     ", warps=" + std::to_string(warps) + ")");
+                                     "/" + std::to_string(value_bits) + ", grid=" + std::to_string(grid) + ", warps=" +
+                                     std::to_string(warps) + ")");
         },
         py::arg("query"), py::arg("pool"), py::arg("page_table"), py::arg("lengths"), py::arg("out"), py::arg("lse"),
         py::arg("partial"), py::arg("max_sum"), py::arg("counters"), py::arg("signs"), py::arg("head_dim"),
@@ -65,7 +67,7 @@ void bind_attention(pybind11::module_& m) {
         py::arg("batch"), py::arg("tokens"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("num_pages"),
         py::arg("max_pages"), py::arg("page_blocks"), py::arg("window"), py::arg("rotate_order"),
         py::arg("rotate_pow2"), py::arg("scale"), py::arg("tiles"), py::arg("max_splits"), py::arg("cta_slots"),
-        py::arg("warps"), py::arg("ring_stages"), py::arg("stream"));
+        py::arg("grid"), py::arg("warps"), py::arg("ring_stages"), py::arg("items"), py::arg("stream"));
 }
 
 }  // namespace quarot

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "kv_cache/kv_append.h"
+#include "kv_cache/rope_kv_append.h"
 
 namespace quarot {
 namespace {
@@ -57,6 +58,34 @@ void bind_kv_cache(pybind11::module_& m) {
         py::arg("pool"), py::arg("slots"), py::arg("key"), py::arg("value"), py::arg("head_dim"), py::arg("key_bits"),
         py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"), py::arg("dtype"), py::arg("tokens"),
         py::arg("kv_heads"), py::arg("num_pages"), py::arg("page_blocks"), py::arg("stream"));
+    m.def(
+        "rope_kv_append_serves",
+        [](int head_dim, int key_bits, int value_bits, int key_group, int value_group, int rotary_dim) {
+            return rope_kv_append_serves({head_dim, key_bits, value_bits, key_group, value_group}, rotary_dim);
+        },
+        py::arg("head_dim"), py::arg("key_bits"), py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"),
+        py::arg("rotary_dim"));
+    m.def(
+        "rope_kv_append",
+        [](std::uintptr_t pool, std::uintptr_t qkv, std::uintptr_t cos, std::uintptr_t sin, std::uintptr_t query_norm,
+           std::uintptr_t key_norm, std::uintptr_t query, std::uintptr_t slots, std::int64_t qkv_stride, int head_dim,
+           int key_bits, int value_bits, int key_group, int value_group, int dtype, int tokens, int query_heads,
+           int kv_heads, int num_pages, int page_blocks, int rotary_dim, int table_rows, float key_clip,
+           float value_clip, float eps, int rotate, std::uintptr_t stream) {
+            const RopeAppendParams p{pointer<std::uint8_t>(pool), pointer(qkv), pointer(cos), pointer(sin),
+                                     pointer(query_norm), pointer(key_norm), pointer(query),
+                                     pointer<std::int64_t>(slots), qkv_stride,
+                                     KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
+                                     static_cast<DType>(dtype), tokens, query_heads, kv_heads, num_pages, page_blocks,
+                                     rotary_dim, table_rows, key_clip, value_clip, eps, rotate};
+            check(rope_kv_append(p, pointer<CUstream_st>(stream)), "rope_kv_append", p.format, tokens, kv_heads);
+        },
+        py::arg("pool"), py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("query_norm"), py::arg("key_norm"),
+        py::arg("query"), py::arg("slots"), py::arg("qkv_stride"), py::arg("head_dim"), py::arg("key_bits"),
+        py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"), py::arg("dtype"), py::arg("tokens"),
+        py::arg("query_heads"), py::arg("kv_heads"), py::arg("num_pages"), py::arg("page_blocks"),
+        py::arg("rotary_dim"), py::arg("table_rows"), py::arg("key_clip"), py::arg("value_clip"), py::arg("eps"),
+        py::arg("rotate"), py::arg("stream"));
 }
 
 }  // namespace quarot

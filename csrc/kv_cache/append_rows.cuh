@@ -20,24 +20,78 @@ namespace quarot {
 constexpr int kRowsPerWarp = 4;
 
 // The block of a slot and head.
-__device__ __forceinline__ std::uint8_t* slot_block(const AppendParams& p, std::int64_t slot, int head) {
-    const int page_size = p.page_blocks * kBlockTokens;
-    const std::int64_t page = slot / page_size;
-    const int block = static_cast<int>(slot % page_size) / kBlockTokens;
-    return p.pool + ((page * p.kv_heads + head) * p.page_blocks + block) * p.format.block_bytes();
+template <typename Params>
+__device__ __forceinline__ std::uint8_t* slot_block(const Params& p, int slot, int head) {
+    const unsigned block = static_cast<unsigned>(slot) / kBlockTokens, page = block / p.page_blocks;
+    return p.pool + (static_cast<std::int64_t>(page * p.kv_heads + head) * p.page_blocks + block % p.page_blocks) *
+                        p.format.block_bytes();
 }
 
-// A raw 16-bit word; float32 models store saturated fp16.
+// The slot of a token, -1 for "do not write" (also out of the pool, which holds less than 2^31 tokens).
+template <typename Params>
+__device__ __forceinline__ int load_slot(const Params& p, int token) {
+    const std::int64_t slot = token < p.tokens ? p.slots[token] : -1;
+    return slot >= 0 && slot < static_cast<std::int64_t>(p.num_pages) * p.page_blocks * kBlockTokens
+               ? static_cast<int>(slot)
+               : -1;
+}
+
+// A raw 16-bit word; float32 models store saturated fp16. NaN is canonical, as PyTorch's.
 __device__ __forceinline__ unsigned raw_word(float x, bool bf16) {
+    if (x != x) return bf16 ? 0x7fc0u : 0x7e00u;
     if (bf16) return __bfloat16_as_ushort(__float2bfloat16_rn(x));
-    return __half_as_ushort(__float2half_rn(x != x ? x : fminf(fmaxf(x, -65504.0f), 65504.0f)));
+    return __half_as_ushort(__float2half_rn(fminf(fmaxf(x, -65504.0f), 65504.0f)));
 }
 
-__device__ __forceinline__ float2 load_two(const void* row, DType dtype, int dim) {
-    if (dtype == DType::kFloat32) return *reinterpret_cast<const float2*>(static_cast<const float*>(row) + dim);
-    const std::uint32_t x = *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(row) + dim);
+__device__ __forceinline__ float2 widen(std::uint32_t x, DType dtype) {
     if (dtype == DType::kFloat16) return __half22float2(*reinterpret_cast<const __half2*>(&x));
     return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
+}
+
+// A lane's share of a row in the final distribution: x[2 I + e] = dim 16 I + 2 place + e. All loads before any use.
+template <int D>
+__device__ __forceinline__ void load_row(const void* row, DType dtype, int place, float (&x)[D / 8]) {
+    if (dtype == DType::kFloat32) {
+#pragma unroll
+        for (int i = 0; i < D / 16; ++i)
+            *reinterpret_cast<float2*>(x + 2 * i) =
+                *reinterpret_cast<const float2*>(static_cast<const float*>(row) + 16 * i + 2 * place);
+        return;
+    }
+    std::uint32_t raw[D / 16];
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i)
+        raw[i] = *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(row) + 16 * i + 2 * place);
+#pragma unroll
+    for (int i = 0; i < D / 16; ++i) {
+        const float2 two = widen(raw[i], dtype);
+        x[2 * i] = two.x, x[2 * i + 1] = two.y;
+    }
+}
+
+// D/8 consecutive dims of a row: x[j] = dim D/8 * place + j.
+template <int D>
+__device__ __forceinline__ void load_run(const void* row, DType dtype, int place, float (&x)[D / 8]) {
+    if (dtype == DType::kFloat32) {
+#pragma unroll
+        for (int i = 0; i < D / 8; i += 4)
+            *reinterpret_cast<float4*>(x + i) =
+                *reinterpret_cast<const float4*>(static_cast<const float*>(row) + D / 8 * place + i);
+        return;
+    }
+    uint4 raw[D / 64];
+#pragma unroll
+    for (int i = 0; i < D / 64; ++i)
+        raw[i] = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(row) + D / 8 * place + 8 * i);
+#pragma unroll
+    for (int i = 0; i < D / 64; ++i) {
+        const std::uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float2 two = widen(words[j], dtype);
+            x[8 * i + 2 * j] = two.x, x[8 * i + 2 * j + 1] = two.y;
+        }
+    }
 }
 
 // Register that holds dims 16 I + 2 lane + e after the exchanges: register bits 1, 2, 3 stand for dim bits L, L+1, L+2
@@ -62,73 +116,63 @@ __device__ __forceinline__ void rotate_row_registers(float (&x)[D / 8], int lane
             x[j] = a + b, x[j + distance] = a - b;
         }
     }
+    // Each step swaps register bit `bit` with a lane bit. The difference comes out negated in the upper lane; the three
+    // signs stay with their registers (later steps pair registers of equal sign) and are undone with the final scale.
+    float signs[8];
+    signs[0] = static_cast<float>(1.0 / sqrt(static_cast<double>(D)));
+    // D = 64 swaps bit 1 twice: what step 0 negated then is all of lane bit 2.
+    if (D == 64 && (lane & 5) == 5) signs[0] = -signs[0];
 #pragma unroll
     for (int step = 0; step < 3; ++step) {
-        // The register bit that stands for dim bit step + 1.
-        const int bit = D == 64 && step == 2 ? 2 : 2 << step;
+        const int bit = D == 64 && step == 2 ? 2 : 2 << step;  // stands for dim bit step + 1
         const bool upper = lane >> step & 1;
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {
             if (j & bit) continue;
             const float kept = upper ? x[j + bit] : x[j];
             const float received = __shfl_xor_sync(0xffffffffu, upper ? x[j] : x[j + bit], 1 << step);
-            const float first = upper ? received : kept, second = upper ? kept : received;
-            x[j] = first + second, x[j + bit] = first - second;
+            x[j] = kept + received, x[j + bit] = kept - received;
         }
+        const float sign = upper ? -1.0f : 1.0f;
+#pragma unroll
+        for (int i = 0; i < 1 << step; ++i) signs[i + (1 << step)] = signs[i] * sign;
     }
     float y[kPer];
-    const float scale = static_cast<float>(1.0 / sqrt(static_cast<double>(D)));
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i)
+    for (int i = 0; i < D / 16; ++i) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) y[2 * i + e] = x[rotated_register<D>(i, e)] * scale;
+        for (int e = 0; e < 2; ++e) {
+            const int j = rotated_register<D>(i, e);
+            y[2 * i + e] = x[j] * signs[D == 64 ? (j >> 1 & 1) * 4 + (j >> 2 & 1) * 2 : j >> 1 & 7];
+        }
+    }
 #pragma unroll
     for (int j = 0; j < kPer; ++j) x[j] = y[j];
 }
 
-// Grid: x = groups of rows (head fastest), y = 0 keys, 1 values.
-template <int D, int Bits, int Groups, int Warps>
-__global__ void __launch_bounds__(32 * Warps) append_rows_kernel(const __grid_constant__ AppendParams p) {
+// Quantises a row in the final distribution and stores it at `slot` (negative: nowhere). All lanes of the warp call it.
+// Params: pool, kv_heads, page_blocks, format, key_clip, value_clip.
+template <int D, int Bits, int Groups, typename Params>
+__device__ __forceinline__ void quantize_and_store_row(const Params& p, bool key, int slot, int head,
+                                                       const float (&x)[D / 8], int lane) {
     constexpr int kMmas = D / 16;
-    constexpr int kPairs = 8 / Bits;                  // mmas whose codes share a word
-    constexpr int kHalves = kMmas / kPairs;           // 16-bit halves of a lane
-    static_assert(kHalves >= 2 && 512 / Bits >= 64);
+    constexpr int kPairs = 8 / Bits;                         // mmas whose codes share a word
+    constexpr int kHalves = kMmas / kPairs;                  // 16-bit halves of a lane
     constexpr int kChunk = D < 512 / Bits ? D : 512 / Bits;  // dims of a chunk; D is a multiple
-    constexpr int kPieceBytes = kChunk * Bits / 32;
-    constexpr int kWords = kPieceBytes / 4;           // of a piece
-    pdl_wait();
-    const int lane = threadIdx.x % 32, place = lane % 8, row = lane / 8;
-    const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * Warps + threadIdx.x / 32;
-    const int head = static_cast<int>(warp % p.kv_heads);
-    const std::int64_t token = warp / p.kv_heads * kRowsPerWarp + row;
-    const bool key = blockIdx.y == 0;
+    constexpr int kPieceBytes = kChunk * Bits / 32, kWords = kPieceBytes / 4;
+    static_assert(kHalves >= 2 && kHalves % 2 == 0 && D % kChunk == 0);
+    const int place = lane % 8, row = lane / 8;
     const Side side = key ? Side::kKey : Side::kValue;
-    const std::int64_t slots_end = static_cast<std::int64_t>(p.num_pages) * p.page_blocks * kBlockTokens;
-    std::int64_t slot = token < p.tokens ? p.slots[token] : -1;
-    if (slot >= slots_end) slot = -1;
-
-    float x[2 * kMmas];
-    {
-        const int element = p.dtype == DType::kFloat32 ? 4 : 2;
-        const std::int64_t start = key ? token * p.key_token_stride + head * p.key_head_stride
-                                       : token * p.value_token_stride + head * p.value_head_stride;
-        const void* source = static_cast<const std::uint8_t*>(key ? p.key : p.value) + start * element;
-        const bool rotate = key && p.rotate_order != 0;
-        // Rotated rows are read D/8 consecutive dims a lane, others already in the final distribution.
-#pragma unroll
-        for (int i = 0; i < kMmas; ++i) {
-            const int dim = rotate ? D / 8 * place + 2 * i : 16 * i + 2 * place;
-            const float2 two = token < p.tokens ? load_two(source, p.dtype, dim) : float2{0.0f, 0.0f};
-            x[2 * i] = two.x, x[2 * i + 1] = two.y;
-        }
-        if (rotate) rotate_row_registers<D>(x, place);
-    }
-
     std::uint8_t* block = slot_block(p, slot < 0 ? 0 : slot, head);
-    const int offset = slot < 0 ? 0 : static_cast<int>(slot % kBlockTokens);
-    std::uint32_t halves[kHalves];  // low 16 bits
+    const int offset = slot < 0 ? 0 : slot % kBlockTokens;
+    // Low 16 bits: the codes. A code is the low bits of (2^23 + 2^22 + code) as a float; what the rest of those bits adds
+    // up to is taken off beforehand.
+    std::uint32_t halves[kHalves];
+    std::uint32_t bias = 0;
 #pragma unroll
-    for (int i = 0; i < kHalves; ++i) halves[i] = 0;
+    for (int i = 0; i < 2 * kPairs; ++i) bias += kRoundingBits << (Bits * (i / 2) + 8 * (i % 2));
+#pragma unroll
+    for (int i = 0; i < kHalves; ++i) halves[i] = 0u - bias;
 #pragma unroll
     for (int group = 0; group < Groups; ++group) {
         constexpr int kPer = kMmas / Groups;
@@ -148,7 +192,7 @@ __global__ void __launch_bounds__(32 * Warps) append_rows_kernel(const __grid_co
             const int mma = kPer * group + j;
 #pragma unroll
             for (int e = 0; e < 2; ++e)
-                halves[mma / kPairs] |= quantizer.code(x[2 * mma + e]) << (Bits * (mma % kPairs) + 8 * e);
+                halves[mma / kPairs] += quantizer.rounded_bits(x[2 * mma + e]) << (Bits * (mma % kPairs) + 8 * e);
         }
         if (place == 0 && slot >= 0)
             reinterpret_cast<__half2*>(block + p.format.param_offset(side))[kBlockTokens * group + offset] =
@@ -158,33 +202,56 @@ __global__ void __launch_bounds__(32 * Warps) append_rows_kernel(const __grid_co
     // Partner: the lane with the other half of the same words.
     const int distance = key ? 1 : 8;
     const int half = key ? place % 2 : offset % 2;
-    const std::int64_t other = __shfl_xor_sync(0xffffffffu, slot, distance);
+    const int other = __shfl_xor_sync(0xffffffffu, slot, distance);
     const bool paired = slot >= 0 && (key || (row % 2 == half && other == (slot ^ 1)));
     const int piece = key ? 4 * (offset % 8) + place / 2 : 4 * place + offset % 8 / 2;
     std::uint8_t* target = block + p.format.code_offset(side) + (32 * (offset / 8) + piece) * kPieceBytes;
+    const auto word_address = [&](int word) {
+        return target + word / kWords * (kChunk * 2 * Bits) + 4 * (word % kWords);
+    };
+    const bool upper = key ? half : row % 2;  // completes the upper half of the words
     constexpr int kKeep = kHalves / 2;
 #pragma unroll
     for (int i = 0; i < kKeep; ++i) {
-        // Half 0 completes words 0 .. kKeep-1, half 1 the rest.
-        const bool upper = key ? half : row % 2;
         const std::uint32_t sent = upper ? halves[i] : halves[kKeep + i];
         const std::uint32_t received = __shfl_xor_sync(0xffffffffu, sent, distance);
-        if (!paired) continue;
-        const std::uint32_t mine = upper ? halves[kKeep + i] : halves[i];
-        const int word = upper ? kKeep + i : i;
-        const std::uint32_t value = upper ? received | mine << 16 : mine | received << 16;
-        const int chunk = word / kWords;
-        *reinterpret_cast<std::uint32_t*>(target + chunk * kChunk * 2 * Bits + 4 * (word % kWords)) = value;
+        if (paired) {
+            const std::uint32_t mine = upper ? halves[kKeep + i] : halves[i];
+            *reinterpret_cast<std::uint32_t*>(word_address(upper ? kKeep + i : i)) =
+                upper ? received | mine << 16 : mine | received << 16;
+        }
     }
     if (!paired && slot >= 0) {
 #pragma unroll
         for (int word = 0; word < kHalves; ++word)
-            *reinterpret_cast<std::uint16_t*>(target + word / kWords * kChunk * 2 * Bits + 4 * (word % kWords) +
-                                              2 * half) = static_cast<std::uint16_t>(halves[word]);
+            *reinterpret_cast<std::uint16_t*>(word_address(word) + 2 * half) = static_cast<std::uint16_t>(halves[word]);
     }
-    // The decode kernel may prefetch blocks before it waits for us (not these, but be strict): stores first.
-    __threadfence();
-    pdl_trigger();
+}
+
+// Grid: x = groups of 16 tokens, y = kv head, z = 0 keys, 1 values.
+template <int D, int Bits, int Groups, int Warps>
+__global__ void __launch_bounds__(32 * Warps) append_rows_kernel(const __grid_constant__ AppendParams p) {
+    pdl_wait();
+    const int lane = threadIdx.x % 32, place = lane % 8, head = blockIdx.y;
+    const int token = (blockIdx.x * Warps + threadIdx.x / 32) * kRowsPerWarp + lane / 8;
+    const bool key = blockIdx.z == 0, rotate = key && p.rotate_order != 0;
+    if (token - lane / 8 >= p.tokens) return;
+    const int slot = load_slot(p, token);
+    float x[D / 8];
+    {
+        const int element = p.dtype == DType::kFloat32 ? 4 : 2, row = min(token, p.tokens - 1);
+        const std::int64_t start = key ? row * p.key_token_stride + head * p.key_head_stride
+                                       : row * p.value_token_stride + head * p.value_head_stride;
+        const void* source = static_cast<const std::uint8_t*>(key ? p.key : p.value) + start * element;
+        if (rotate) {
+            load_run<D>(source, p.dtype, place, x);
+            rotate_row_registers<D>(x, place);
+        } else {
+            load_row<D>(source, p.dtype, place, x);
+        }
+    }
+    quantize_and_store_row<D, Bits, Groups>(p, key, slot, head, x, lane);
+    // No early trigger of the next kernel: decode attention fetches old pages before it waits for us.
 }
 
 }  // namespace quarot

@@ -23,11 +23,11 @@ __global__ void __launch_bounds__(32 * kGenericWarps) append_generic_kernel(cons
     auto* codes = reinterpret_cast<std::uint8_t*>(scratch + dims);
     const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kGenericWarps + warp;
     const int head = static_cast<int>(item / 2 % p.kv_heads);
-    const std::int64_t token = item / 2 / p.kv_heads;
+    const int token = static_cast<int>(item / 2 / p.kv_heads);
     const Side side = item % 2 ? Side::kValue : Side::kKey;
     if (token >= p.tokens) return;
-    const std::int64_t slot = p.slots[token];
-    if (slot < 0 || slot >= static_cast<std::int64_t>(p.num_pages) * p.page_blocks * kBlockTokens) return;
+    const int slot = load_slot(p, token);
+    if (slot < 0) return;
 
     const bool key = side == Side::kKey;
     const std::int64_t start = key ? token * p.key_token_stride + head * p.key_head_stride
@@ -39,13 +39,18 @@ __global__ void __launch_bounds__(32 * kGenericWarps) append_generic_kernel(cons
     if (key && p.rotate_order != 0) rotate_row(row, scratch, p.rotation_signs, p.rotate_order, p.rotate_pow2, lane);
     __syncwarp();
 
-    const int bits = p.format.bits(side), place = static_cast<int>(slot % kBlockTokens);
+    const int bits = p.format.bits(side), place = slot % kBlockTokens;
     std::uint8_t* block = slot_block(p, slot, head);
     std::uint8_t* plane = block + p.format.code_offset(side);
     if (bits == 16) {
         const bool bf16 = p.dtype == DType::kBFloat16;
         store_plane(plane, side, dims, 16, 16, place, lane, 32,
-                    [&](int dim) -> unsigned { return raw_word(row[dim], bf16); });
+                    [&](int dim) -> unsigned {
+                        // Not through float where nothing was computed: keeps the bits of a NaN.
+                        if (element == 2 && !(key && p.rotate_order != 0))
+                            return static_cast<const std::uint16_t*>(input)[dim];
+                        return raw_word(row[dim], bf16);
+                    });
         return;
     }
     const int group = p.format.group(side);
@@ -78,9 +83,10 @@ __global__ void __launch_bounds__(32 * kGenericWarps) append_generic_kernel(cons
 template <int D, int Bits, int Groups>
 cudaError_t launch_rows(const AppendParams& p, cudaStream_t stream) {
     constexpr int kWarps = 4;
-    const std::int64_t warps = (static_cast<std::int64_t>(p.tokens) + kRowsPerWarp - 1) / kRowsPerWarp * p.kv_heads;
-    const auto blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps);
-    return launch(append_rows_kernel<D, Bits, Groups, kWarps>, dim3(blocks, 2), dim3(32 * kWarps), 0, stream, p);
+    constexpr int kTokens = kWarps * kRowsPerWarp;
+    const auto blocks = static_cast<unsigned>((p.tokens + kTokens - 1) / kTokens);
+    return launch(append_rows_kernel<D, Bits, Groups, kWarps>, dim3(blocks, p.kv_heads, 2), dim3(32 * kWarps), 0,
+                  stream, p);
 }
 
 template <int D, int Bits>

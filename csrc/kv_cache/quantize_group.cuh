@@ -17,6 +17,9 @@ __device__ __forceinline__ float min_nan(float a, float b) {
     return y;
 }
 
+constexpr float kRounding = 12582912.0f;  // 2^23 + 2^22: adding it rounds to an integer, half to even
+constexpr unsigned kRoundingBits = 0x4b400000u;
+
 struct GroupQuantizer {
     __half scale, offset;
     float wide_offset, inverse, levels;  // inverse 0: all codes are 0
@@ -37,11 +40,13 @@ struct GroupQuantizer {
         inverse = wide_scale > 0.0f ? __fdiv_rn(1.0f, wide_scale) : 0.0f;
     }
 
-    __device__ __forceinline__ unsigned code(float x) const {
-        if (inverse == 0.0f) return 0;
+    // kRoundingBits + code. With inverse 0 (or NaN: fmaxf drops it) the code is 0.
+    __device__ __forceinline__ unsigned rounded_bits(float x) const {
         const float scaled = __fmul_rn(__fsub_rn(x, wide_offset), inverse);
-        return static_cast<unsigned>(__float2int_rn(fminf(fmaxf(scaled, 0.0f), levels)));
+        return __float_as_uint(__fadd_rn(fminf(fmaxf(scaled, 0.0f), levels), kRounding));
     }
+
+    __device__ __forceinline__ unsigned code(float x) const { return rounded_bits(x) - kRoundingBits; }
 
     __device__ __forceinline__ __half2 params() const { return __halves2half2(scale, offset); }
 };

@@ -12,6 +12,7 @@ from quarot.ops.kv_layout import KVLayout
 
 append_op = importlib.import_module("quarot.ops.kv_append")
 gather_op = importlib.import_module("quarot.ops.kv_gather")
+importlib.import_module("quarot.ops.rope_kv_append")
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or registry.extension() is None, reason="needs a GPU and the compiled extension"
@@ -172,3 +173,57 @@ def test_wrong_pool_is_refused() -> None:
         torch.ops.quarot.kv_append(
             pool, key, key, torch.zeros(1, dtype=torch.int64, device="cuda"), 4, 4, 64, 64, 1.0, 1.0, 0, 0
         )
+
+
+ROPE_CASES = {
+    "llama": (128, 128, (128, 4, 4, 128, 128), False),
+    "qwen3": (128, 128, (128, 4, 4, 64, 64), True),
+    "smollm": (64, 64, (64, 4, 4, 64, 64), False),
+    "gemma": (256, 256, (256, 4, 4, 256, 256), False),
+    "partial": (128, 64, (128, 8, 8, 128, 128), False),
+    "unfused": (96, 96, (96, 4, 4, 96, 96), False),
+    "raw": (128, 128, (128, 16, 16, 128, 128), False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("rotate", [False, True], ids=["plain", "r3"])
+@pytest.mark.parametrize("name", ROPE_CASES)
+def test_rope_kv_append(name: str, rotate: bool, dtype: torch.dtype) -> None:
+    dim, rotary_dim, form, norm = ROPE_CASES[name]
+    order, pow2 = ((12, 8) if dim == 96 else (1, dim)) if rotate else (0, 0)
+    tokens, q_heads, kv_heads = 37, 6, 2
+    layout = KVLayout(*form)
+    torch.manual_seed(0)
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim).to(dtype)
+    angle = torch.randn(tokens, rotary_dim // 2).repeat(1, 2)
+    gains = [torch.rand(dim).to(dtype) + 0.5 if norm else None for _ in range(2)]
+    slots = torch.arange(tokens) + 9
+    slots[4] = -1
+    pool = torch.randint(0, 256, layout.pool_shape(2, kv_heads, 32), dtype=torch.uint8)
+    actual = pool.cuda()
+    tables = [angle.cos().to(dtype), angle.sin().to(dtype)]
+    rest = (q_heads, *form[1:], 0.95, 1.0, order, pow2)
+    with registry.reference_backend():
+        query = torch.ops.quarot.rope_kv_append(qkv, *tables, pool, slots, *rest, *gains, 1e-6)
+    query_gpu = torch.ops.quarot.rope_kv_append(
+        qkv.cuda(),
+        *(t.cuda() for t in tables),
+        actual,
+        slots.cuda(),
+        *rest,
+        *(None if g is None else g.cuda() for g in gains),
+        1e-6,
+    )
+    exact = not norm
+    if exact:
+        assert torch.equal(query_gpu.cpu(), query)
+        assert torch.equal(actual.cpu(), pool)
+        return
+    torch.testing.assert_close(query_gpu.cpu().float(), query.float(), rtol=1e-2, atol=1e-2)
+    kept = slots[slots >= 0]
+    codes, _ = layout.read(pool, kept, "key")
+    codes_gpu, _ = layout.read(actual.cpu(), kept, "key")
+    difference = (codes.int() - codes_gpu.int()).abs()
+    assert difference.max() <= 1  # the mean of squares is summed in another order
+    assert (difference != 0).float().mean() < 2e-3
