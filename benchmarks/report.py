@@ -131,17 +131,22 @@ def accuracy_table(results: Path = RESULTS) -> str:
     rows = read(results / "accuracy-smollm2.json")
     groups: dict[tuple[Any, ...], dict[Any, dict[str, Any]]] = {}
     for row in rows:
-        groups.setdefault((row.get("table"), row["setting"], row.get("windows")), {})[row.get("seed")] = row
+        key = tuple(row.get(name) for name in ("table", "setting", "windows", "text"))
+        groups.setdefault(key, {})[row.get("seed")] = row
     shown = []
-    for (name, setting, windows), seeds in groups.items():
+    for (name, setting, windows, text), seeds in groups.items():
         values = [row["ppl"] for row in seeds.values() if row.get("ppl") is not None]
         if not values:
             continue
         spread = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
         mean = sum(values) / len(values)
         shown.append({"table": name, "setting": setting, "ppl": f"{mean:.4g}", "seeds": len(values)})
-        shown[-1].update(range=spread, windows=windows)
-    return table(shown, ("table", "setting", "ppl", "seeds", "range", "windows")) if shown else "No measurements yet."
+        shown[-1].update(range=spread, windows=windows, text=text)
+    return (
+        table(shown, ("table", "setting", "ppl", "seeds", "range", "windows", "text"))
+        if shown
+        else "No measurements yet."
+    )
 
 
 def fill(text: str, name: str, content: str) -> str:
