@@ -59,9 +59,10 @@ class RefinedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]."""
         bias = None if self.source.bias is None else self.source.bias.float()
-        weight, bias = refine(self.slot, self.projection, self.sizes, self.base, bias, self.maps)  # type: ignore[arg-type]
-        weight = transform(weight, self.shared.rotation).to(x.dtype)
-        return F.linear(self.shared(x, self.clip), weight, None if bias is None else bias.to(x.dtype))
+        with torch.autocast(x.device.type, enabled=False):  # weights are turned in fp32
+            weight, bias = refine(self.slot, self.projection, self.sizes, self.base, bias, self.maps)  # type: ignore[arg-type]
+            weight = transform(weight, self.shared.rotation)
+        return F.linear(self.shared(x, self.clip), weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def learn_refinement(
