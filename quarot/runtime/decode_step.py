@@ -11,7 +11,7 @@ from quarot.nn.kv_format import arguments
 from quarot.nn.page_table import Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.decode_attention import decode_attention
-from quarot.ops.kv_append import kv_append
+from quarot.ops.rope_kv_append import rope_kv_append
 
 if TYPE_CHECKING:
     from quarot.runtime.fused_decoder import FusedDecoder
@@ -73,15 +73,15 @@ class DecodeStep:
             pages = self.cache.layers[layer.index]
             kv_format, codes = pages.format, arguments(pages.layout)
             pages.make_room(step)
-            layer.rotate_positions(qkv, cos, sin)
-            query, key, value = qkv.view(qkv.shape[0], -1, layer.head_dim).split(
-                [layer.heads, layer.kv_heads, layer.kv_heads], dim=1
-            )
             clip, rotate = kv_format.clip, kv_format.rotate
-            kv_append(pages.pool, key, value, step.slots, *codes, clip, clip, *rotate)
-            query = query.unsqueeze(1).contiguous()
-            how = (*codes, layer.scaling, layer.window, *rotate)
-            out, _ = decode_attention(query, pages.pool, table, step.lengths, *how)
+            gains, eps = layer.norm_arguments()
+            where = layer.positions(cos, sin)
+            query = rope_kv_append(
+                qkv, *where, pages.pool, step.slots, layer.heads, *codes, clip, clip, *rotate, *gains, eps
+            )
+            # The queries come back rotated by R3 already.
+            how = (*codes, layer.scaling, layer.window, 0, 0)
+            out, _ = decode_attention(query.unsqueeze(1), pages.pool, table, step.lengths, *how)
             return out.view(qkv.shape[0], -1)
 
         return attend

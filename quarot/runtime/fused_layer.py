@@ -71,12 +71,13 @@ class FusedLayer:
 
     def rotate_positions(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE (after the head norms, where the family has them) on the queries and keys in qkv, in place."""
-        if not self.uses_rope:
-            cos, sin = torch.ones_like(cos[:1]), torch.zeros_like(sin[:1])
-            if not self.head_norms:
-                return
-        gains, eps = self.norm_arguments()
-        rope(qkv, cos, sin, self.heads, self.kv_heads, self.head_dim, *gains, eps)
+        if self.uses_rope or self.head_norms:
+            gains, eps = self.norm_arguments()
+            rope(qkv, *self.positions(cos, sin), self.heads, self.kv_heads, self.head_dim, *gains, eps)
+
+    def positions(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """The tables of this layer: one row that rotates nothing where the layer has no RoPE (SmolLM3)."""
+        return (cos, sin) if self.uses_rope else (torch.ones_like(cos[:1]), torch.zeros_like(sin[:1]))
 
     def norm_arguments(self) -> tuple[tuple[Tensor | None, Tensor | None], float]:
         """Gains of the query and key norms, and their epsilon."""

@@ -120,7 +120,7 @@ def test_an_error_leaves_the_cache_usable(tiny_model, token_ids, monkeypatch):
         model(token_ids[:1], past_key_values=cache)
         again = copy.deepcopy(cache)
         layer = vars(model.model)["quarot_fused"].layers[1]
-        monkeypatch.setattr(layer, "rotate_positions", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
+        monkeypatch.setattr(layer, "positions", lambda *a: (_ for _ in ()).throw(RuntimeError("no")))
         with pytest.raises(RuntimeError, match="no"):
             model(token_ids[:1, :1], past_key_values=cache)
         monkeypatch.undo()
