@@ -48,6 +48,13 @@ __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity)
         : "memory");
 }
 
+// True in one lane of a converged warp.
+__device__ __forceinline__ bool elect_one() {
+    std::uint32_t elected;
+    asm volatile("{ .reg .pred p; elect.sync _|p, 0xffffffff; selp.u32 %0, 1, 0, p; }" : "=r"(elected));
+    return elected != 0;
+}
+
 // Both addresses and the size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(std::uint32_t shared, const void* global, int bytes, std::uint32_t barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),

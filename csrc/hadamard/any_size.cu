@@ -19,7 +19,7 @@
 namespace quarot {
 namespace {
 
-constexpr int kMaxThreads = 512;
+constexpr int kMaxThreads = 384;  // 512 would leave 128 registers: spills
 constexpr int kPad = 8;  // floats a row of the unit: fragment loads (4 rows x 8 columns) then hit 32 different banks
 
 struct Args {

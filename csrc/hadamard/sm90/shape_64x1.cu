@@ -2,5 +2,5 @@
 #include "hadamard/sm90/shapes.h"
 
 namespace quarot::sm90 {
-template cudaError_t launch_shape<Shape<64, 1, 1, 4, 32>>(const TransformArgs&, bool, bool, bool, cudaStream_t);
+template cudaError_t launch_shape<Shape<64, 1, 1, 6, 16>>(const TransformArgs&, bool, bool, bool, cudaStream_t);
 }

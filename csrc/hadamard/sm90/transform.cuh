@@ -83,19 +83,52 @@ __device__ __forceinline__ int lane_id() {
 // the two rows that 8 neighbouring lanes of stage 1 write.
 __device__ __forceinline__ int swizzle(int m, int c) { return (c ^ ((m & 1) << 2 | (m >> 1 & 3))) << 4; }
 
+__device__ __forceinline__ std::uint32_t as_word(__half2 h) { return *reinterpret_cast<const std::uint32_t*>(&h); }
+
+// The larger of two non-negative halves, as fp32 bits.
+template <typename Element>
+__device__ __forceinline__ unsigned largest_half(std::uint32_t pair) {
+    const uint4 raw{pair, 0, 0, 0};
+    float v[8];
+    unpack8<Element>(raw, v);
+    return __float_as_uint(fmaxf(v[0], v[1]));
+}
+
+// Largest of `peak` and |a b|, each in two 16-bit halves.
+template <typename Element>
+__device__ __forceinline__ std::uint32_t max_abs_product(std::uint32_t peak, std::uint32_t a, std::uint32_t b) {
+    using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
+    const auto pair = [](std::uint32_t w) { return *reinterpret_cast<const Pair*>(&w); };
+    const Pair top = __hmax2(pair(peak), __habs2(__hmul2(pair(a), pair(b))));
+    return *reinterpret_cast<const std::uint32_t*>(&top);
+}
+
 // p[0..7] of one chunk: the input, or silu(gate) * up.
 template <typename Element, bool kSilu>
-__device__ __forceinline__ void stage1_values(const uint4& first, const uint4& second, float (&p)[8]) {
+__device__ __forceinline__ void exact_values(const uint4& first, const uint4& second, float (&p)[8]) {
     unpack8<Element>(first, p);
     if constexpr (kSilu) {
         float up[8];
         unpack8<Element>(second, up);
 #pragma unroll
-#ifdef QUAROT_SILU_TANH
-        for (int j = 0; j < 8; ++j) p[j] = silu_tanh(p[j]) * up[j];
-#else
         for (int j = 0; j < 8; ++j) p[j] = silu_exact(p[j]) * up[j];
-#endif
+    }
+}
+
+// The same with tanh.approx, good for rows in which `products` (the largest |gate * up|) does not tower above the results.
+template <typename Element, bool kSilu>
+__device__ __forceinline__ void fast_values(const uint4& first, const uint4& second, float (&p)[8],
+                                            std::uint32_t& products) {
+    unpack8<Element>(first, p);
+    if constexpr (kSilu) {
+        float up[8];
+        unpack8<Element>(second, up);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) p[j] = silu_tanh_times(p[j], up[j]);
+        products = max_abs_product<Element>(products, first.x, second.x);
+        products = max_abs_product<Element>(products, first.y, second.y);
+        products = max_abs_product<Element>(products, first.z, second.z);
+        products = max_abs_product<Element>(products, first.w, second.w);
     }
 }
 
@@ -136,19 +169,23 @@ struct Transform {
     static_assert(kSlots >= 1 && (kSlots & (kSlots - 1)) == 0, "slots are masked");
     static constexpr int kChunks = 2 * S::T;  // 16-byte chunks a lane has of a tile
     // fp16 values up to kLimit cannot overflow in H_32 (gain 32/8 or 32/16). A row with a value above it, or with none
-    // above kLive (where fp16 would lose digits), is rescaled.
+    // above kLive (where fp16 would lose digits), is redone; so is one with a |gate * up| of kTower times its largest value,
+    // where the error of tanh.approx would show.
     static constexpr float kLimit = S::T == 1 ? 16256.0f : 32512.0f;
-    static constexpr float kLive = 0.0078125f;
+    static constexpr float kLive = 0.0078125f, kTower = 16.0f;
 
     struct Group {  // small shared state of one group
         std::uint64_t full[S::kWarps][kSlots];
         unsigned top[S::kWarps];
-        unsigned high[2], live[2];  // by row parity: some value above kLimit, some value above kLive
+        unsigned peak[2], products[2];  // by row parity: the largest |value| of X and |gate * up|, as fp32 bits
     };
 
     static __device__ void run(const TransformArgs& a, std::uint8_t* dynamic, Group* groups, std::uint64_t* table_full) {
-        const int group_index = threadIdx.x / S::kGroupThreads, thread = threadIdx.x % S::kGroupThreads;
-        const int warp = __shfl_sync(kFullWarp, thread >> 5, 0), lane = threadIdx.x & 31;
+        // A reduction leaves its result in a uniform register: everything derived from it is known to be the same in all
+        // lanes, which makes issuing copies several times cheaper.
+        const int cta_warp = static_cast<int>(__reduce_max_sync(kFullWarp, threadIdx.x >> 5));
+        const int group_index = cta_warp / S::kWarps, warp = cta_warp % S::kWarps;
+        const int thread = threadIdx.x % S::kGroupThreads, lane = threadIdx.x & 31;
         const int w = warp & 3, tile_h = (warp >> 2) % S::T, half = (warp >> 2) / S::T;
         const int barrier = 1 + group_index;
         Group& group = groups[group_index];
@@ -165,7 +202,7 @@ struct Transform {
         if (lane == 0)
             for (int i = 0; i < kSlots; ++i) mbarrier_init(full + 8 * i, 1);
         if (thread == 0)
-            for (int i = 0; i < 2; ++i) group.high[i] = group.live[i] = 0;
+            for (int i = 0; i < 2; ++i) group.peak[i] = group.products[i] = 0;
         if (threadIdx.x == 0) mbarrier_init(shared_address(table_full), 1);
         if (lane == 0) mbarrier_init_fence();
         if (threadIdx.x == 0) {  // the table is no output of a kernel: no need to wait for the predecessor
@@ -180,32 +217,30 @@ struct Transform {
         __syncthreads();
         pdl_wait();
 
-        // Copies: tile `copy_tile` of row `copy_row` is the next of this warp's stream; used by lane 0 only.
+        // Copies: tile `copy_tile` of row `copy_row` is the next of this warp's stream. Called by the whole warp.
         int copy_row = first_row, copy_tile = warp;
         const auto copy_next = [&](int slot) {
-            if (copy_tile >= tiles) return;  // a warp without tiles
-            if (copy_row < a.rows) {
+            if (copy_row < a.rows && copy_tile < tiles) {
                 const int begin = copy_tile * S::kTileElements;
                 const int bytes = 2 * min(S::kTileElements, a.n - begin);
                 const Element* source = x + copy_row * a.row_stride + begin;
-                mbarrier_expect(full + 8 * slot, bytes * kTensors);
-                bulk_load(ring + slot * kSlotBytes, source, bytes, full + 8 * slot);
-                if constexpr (kSilu)
-                    bulk_load(ring + slot * kSlotBytes + S::kTileElements * 2, source + a.n, bytes, full + 8 * slot);
+                const std::uint32_t barrier_address = full + 8 * slot, target = ring + slot * kSlotBytes;
+                if (elect_one()) {
+                    mbarrier_expect(barrier_address, bytes * kTensors);
+                    bulk_load(target, source, bytes, barrier_address);
+                    if constexpr (kSilu) bulk_load(target + S::kTileElements * 2, source + a.n, bytes, barrier_address);
+                }
             }
             copy_tile += S::kWarps;
             if (copy_tile >= tiles) copy_tile = warp, copy_row += row_step;
         };
-        if (lane == 0)
-            for (int i = 0; i < kSlots; ++i) copy_next(i);
-        __syncwarp();
+        for (int i = 0; i < kSlots; ++i) copy_next(i);
 
         std::uint32_t h16[4];
         h16_fragment<kCodes>(lane, S::T == 1 ? 0x3000u : 0x2c00u, h16);  // +-1/8 or +-1/16 in fp16
         const std::uint32_t odd_sign = (w & 1) * 0x80008000u;
         const std::uint64_t b_first = b_descriptor(table + half * S::N * 16, S::MP * 16);
 
-        mbarrier_wait(shared_address(table_full), 0);
         int turn = 0, parity = 0;  // turn: tiles that this warp has taken
         for (int row = first_row; row < a.rows; row += row_step, parity ^= 1) {
             // ---- stage 1: input -> X. This lane has, of row 8 tile + lane / 4, chunks c = lane % 4 and c + 4 of each 64 columns. Odd rows take
@@ -229,6 +264,7 @@ struct Transform {
                 }
             };
             __half2 peak = __half2half2(__ushort_as_half(0));
+            std::uint32_t products = 0;
             for (int tile = warp; tile < tiles; tile += S::kWarps, ++turn) {
                 const int slot = turn & (kSlots - 1);
                 mbarrier_wait(full + 8 * slot, (turn / kSlots) & 1);
@@ -241,21 +277,26 @@ struct Transform {
                         const uint4 first = load_shared(chunk);
                         uint4 second = first;
                         if constexpr (kSilu) second = load_shared(chunk + S::kTileElements * 2);
-                        stage1_values<Element, kSilu>(first, second, p[i]);
+                        fast_values<Element, kSilu>(first, second, p[i], products);
                     }
                     butterflies(p);
                     store_chunks(tile, p, peak);
                 }
                 __syncwarp();  // all lanes have used what they loaded
-                if (lane == 0) copy_next(slot);
+                copy_next(slot);
             }
-            const float highest = fmaxf(__low2float(peak), __high2float(peak));
-            if (highest > kLimit) group.high[parity] = 1;
-            if (highest > kLive) group.live[parity] = 1;
+            const unsigned row_peak = __reduce_max_sync(kFullWarp, largest_half<__half>(as_word(peak)));
+            if (lane == 0) atomicMax(&group.peak[parity], row_peak);
+            if constexpr (kSilu) {
+                const unsigned row_products = __reduce_max_sync(kFullWarp, largest_half<Element>(products));
+                if (lane == 0) atomicMax(&group.products[parity], row_products);
+            }
             named_barrier(barrier, S::kGroupThreads);
             float factor_inverse = 1.0f;
-            const bool rescale = group.high[parity] != 0 || group.live[parity] == 0;
-            if (thread == 0) group.high[parity ^ 1] = group.live[parity ^ 1] = 0;
+            const float largest = __uint_as_float(group.peak[parity]);
+            const bool rescale = !(largest <= kLimit && largest >= kLive) ||
+                                 (kSilu && !(__uint_as_float(group.products[parity]) <= kTower * largest));
+            if (thread == 0) group.peak[parity ^ 1] = group.products[parity ^ 1] = 0;
             if (rescale) {
                 // Once more from global memory, times a power of two that brings the largest value to 256 .. 512.
                 const Element* source = x + row * a.row_stride;
@@ -271,7 +312,7 @@ struct Transform {
                             const uint4 first = *reinterpret_cast<const uint4*>(chunk);
                             uint4 second = first;
                             if constexpr (kSilu) second = *reinterpret_cast<const uint4*>(chunk + a.n);
-                            stage1_values<Element, kSilu>(first, second, p[i]);
+                            exact_values<Element, kSilu>(first, second, p[i]);
                         }
                         butterflies(p);
                         use(tile, p);
@@ -332,6 +373,7 @@ struct Transform {
                     fragments[i][2] = pack_half2(hi[0], hi[1]), fragments[i][3] = pack_half2(hi[2], hi[3]);
                 }
                 if (!kCodes && batch == S::kBatches - 1) named_barrier(barrier, S::kGroupThreads);  // X is free
+                mbarrier_wait(shared_address(table_full), 0);  // matters for the first row only
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < kBatchSteps; ++i) {

@@ -1,0 +1,6 @@
+#include "hadamard/sm90/launch.cuh"
+#include "hadamard/sm90/shapes.h"
+
+namespace quarot::sm90 {
+template cudaError_t launch_shape<Shape<128, 1, 1, 4, 32>>(const TransformArgs&, bool, bool, bool, cudaStream_t);
+}
