@@ -22,7 +22,7 @@ _LARGEST_CACHE = 8 << 30  # bytes in fp16, so that two copies of the peer's cach
 # Mixed lengths: one long among short, uniform, log-uniform.
 MIXED = {
     "1x32k+15x2k": [32768] + [2048] * 15,
-    "64 uniform 1..8k": [1 + 8191 * i * 37 % 8192 for i in range(64)],
+    "64 uniform 1..8k": [1 + 130 * (i * 37 % 64) for i in range(64)],
     "64 log-uniform 128..16k": [int(128 * 2 ** (7 * (i * 29 % 64) / 64)) for i in range(64)],
 }
 
@@ -68,8 +68,8 @@ def decode_us(shape: Shape, lengths: list[int], bits: int) -> tuple[float, int]:
     def make() -> Call:
         # Bytes below 0x3c: fp16 params between 0 and 1.06, any codes.
         pool = torch.randint(0, 0x3C, layout.pool_shape(pages, shape.kv_heads, PAGE), dtype=torch.uint8, device="cuda")
-        scale = shape.head_dim**-0.5
-        return lambda: decode_attention(query, pool, table, device_lengths, *form, scale, 0, 0, 0)
+        arguments = (query, pool, table, device_lengths, *form, shape.head_dim**-0.5, 0, 0, 0)
+        return lambda: decode_attention(*arguments)
 
     return measure(make, nbytes, replays=10), nbytes
 

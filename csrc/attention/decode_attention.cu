@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kTileRows = 8;
 constexpr int kMaxSplits = 32;        // pieces of a sequence: more make the merge longer than the reading
-constexpr float kMixedPiece = 0.5f;  // of a CTA's even share, for batches of mixed lengths
+constexpr int kMixedPercent = 50;     // of a CTA's even share: pieces of batches of mixed lengths
 
 bool same_side(const KVFormat& a, const KVFormat& b, Side side) {
     return a.bits(side) == b.bits(side) && (a.bits(side) == 16 || a.group(side) == b.group(side));
@@ -74,15 +74,16 @@ DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
     plan.max_splits = std::max(1, std::min(tuning.max_splits ? tuning.max_splits : kMaxSplits, longest));
     const std::int64_t most = static_cast<std::int64_t>(columns) * plan.max_splits;
     plan.grid = static_cast<int>(std::min<std::int64_t>(plan.cta_slots, most));
-    // Pieces of at least kMixedPiece of a CTA's share, plus one a sequence, plus rounding (schedule.cuh).
+    // Pieces of at least mixed_percent of a CTA's share, plus one a sequence, plus rounding (schedule.cuh).
+    plan.mixed_percent = tuning.mixed_percent ? tuning.mixed_percent : kMixedPercent;
     plan.items = static_cast<int>(
-        std::min<std::int64_t>(most, columns + static_cast<std::int64_t>(plan.cta_slots * (1 + 1 / kMixedPiece))));
+        std::min<std::int64_t>(most, columns + static_cast<std::int64_t>(plan.cta_slots) * (100 + plan.mixed_percent) / plan.mixed_percent));
     return plan;
 }
 
 cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, DecodeParams params, cudaStream_t stream) {
     params.tiles = plan.tiles, params.max_splits = plan.max_splits, params.cta_slots = plan.cta_slots;
-    params.ring_stages = plan.ring_stages, params.mixed_piece = kMixedPiece;
+    params.ring_stages = plan.ring_stages, params.mixed_piece = 0.01f * plan.mixed_percent;
     if (plan.ring_stages == 0) return launch_generic_decode(s.format, plan.grid, params, stream);
     const DecodeVariant* v = find_variant(s.format, s.dtype);
     if (!v) return cudaErrorInvalidValue;

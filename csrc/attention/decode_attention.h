@@ -19,6 +19,7 @@ struct DecodeShape {
 struct DecodePlan {
     int tiles, max_splits, cta_slots, grid;
     int warps, ring_stages;  // of a CTA; 0 stages: the generic kernel
+    int mixed_percent;
     int items;               // most work items there can be: partial [items, 8, D], max_sum [items, 8, 2], counters [items]
 };
 
@@ -26,6 +27,7 @@ struct DecodePlan {
 struct DecodeTuning {
     int warps, ring_stages, ctas_per_sm, max_splits;
     bool generic;
+    int mixed_percent;  // of a CTA's even share: the smallest piece of a batch of mixed lengths
 };
 
 // Plan for the current device.

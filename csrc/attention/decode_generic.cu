@@ -202,10 +202,8 @@ __global__ void __launch_bounds__(kThreads)
             int* counter = p.counters + work.base + work.column;
             __syncthreads();
             if (threadIdx.x == 0) {
-                __threadfence();
-                const bool last = atomicAdd(counter, 1) == work.splits - 1;
+                const bool last = arrive(counter) == work.splits - 1;
                 if (last) *counter = 0;
-                __threadfence();
                 last_flag = last;
             }
             __syncthreads();

@@ -330,6 +330,13 @@ __device__ __forceinline__ float finish_lse(float peak, float sum, float bias) {
     return sum > 0.0f ? peak + log2f(sum) - bias : -CUDART_INF_F;
 }
 
+// Counts a CTA in: releases its stores (the barrier before ordered those of the other threads) and acquires the others'.
+__device__ __forceinline__ int arrive(int* counter) {
+    int before;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+}
+
 // Adds up partial results of a row in a fixed order: one pass with a running maximum.
 struct RowSum {
     float peak = kMasked, sum = 0.0f;
@@ -387,10 +394,8 @@ __device__ __forceinline__ void merge_and_store(const DecodeParams& p, const Wor
     int* counter = p.counters + work.base + work.column;
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();  // of the whole CTA's stores: the barrier ordered them before this
-        const bool last = atomicAdd(counter, 1) == work.splits - 1;
+        const bool last = arrive(counter) == work.splits - 1;
         if (last) *counter = 0;  // ready for the next launch
-        __threadfence();
         *last_flag = last;
     }
     __syncthreads();

@@ -19,17 +19,17 @@ void bind_attention(pybind11::module_& m) {
         "decode_plan",
         [](int head_dim, int key_bits, int value_bits, int key_group, int value_group, int dtype, int batch, int tokens,
            int query_heads, int kv_heads, int max_tokens, int warps, int ring_stages, int ctas_per_sm, int max_splits,
-           bool generic) {
+           bool generic, int mixed_percent) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                     static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads, max_tokens};
-            const DecodePlan plan = decode_plan(shape, {warps, ring_stages, ctas_per_sm, max_splits, generic});
+            const DecodePlan plan = decode_plan(shape, {warps, ring_stages, ctas_per_sm, max_splits, generic, mixed_percent});
             return py::make_tuple(plan.tiles, plan.max_splits, plan.cta_slots, plan.grid, plan.warps, plan.ring_stages,
-                                  plan.items);
+                                  plan.mixed_percent, plan.items);
         },
         py::arg("head_dim"), py::arg("key_bits"), py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"),
         py::arg("dtype"), py::arg("batch"), py::arg("tokens"), py::arg("query_heads"), py::arg("kv_heads"),
         py::arg("max_tokens"), py::arg("warps") = 0, py::arg("ring_stages") = 0, py::arg("ctas_per_sm") = 0,
-        py::arg("max_splits") = 0, py::arg("generic") = false);
+        py::arg("max_splits") = 0, py::arg("generic") = false, py::arg("mixed_percent") = 0);
     m.def(
         "decode_attention",
         [](std::uintptr_t query, std::uintptr_t pool, std::uintptr_t page_table, std::uintptr_t lengths,
@@ -37,11 +37,12 @@ void bind_attention(pybind11::module_& m) {
            std::uintptr_t counters, std::uintptr_t signs, int head_dim, int key_bits, int value_bits, int key_group,
            int value_group, int dtype, int batch, int tokens, int query_heads, int kv_heads, int num_pages,
            int max_pages, int page_blocks, int window, int rotate_order, int rotate_pow2, double scale, int tiles,
-           int max_splits, int cta_slots, int grid, int warps, int ring_stages, int items, std::uintptr_t stream) {
+           int max_splits, int cta_slots, int grid, int warps, int ring_stages, int mixed_percent, int items,
+           std::uintptr_t stream) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                     static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads,
                                     max_pages * page_blocks * kBlockTokens};
-            const DecodePlan plan{tiles, max_splits, cta_slots, grid, warps, ring_stages, items};
+            const DecodePlan plan{tiles, max_splits, cta_slots, grid, warps, ring_stages, mixed_percent, items};
             DecodeParams p{};
             p.query = pointer(query), p.pool = pointer<std::uint8_t>(pool), p.page_table = pointer<int>(page_table);
             p.lengths = pointer<int>(lengths), p.out = pointer(out), p.lse = pointer<float>(lse);
@@ -67,7 +68,8 @@ void bind_attention(pybind11::module_& m) {
         py::arg("batch"), py::arg("tokens"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("num_pages"),
         py::arg("max_pages"), py::arg("page_blocks"), py::arg("window"), py::arg("rotate_order"),
         py::arg("rotate_pow2"), py::arg("scale"), py::arg("tiles"), py::arg("max_splits"), py::arg("cta_slots"),
-        py::arg("grid"), py::arg("warps"), py::arg("ring_stages"), py::arg("items"), py::arg("stream"));
+        py::arg("grid"), py::arg("warps"), py::arg("ring_stages"), py::arg("mixed_percent"), py::arg("items"),
+        py::arg("stream"));
 }
 
 }  // namespace quarot

@@ -18,13 +18,16 @@
 namespace quarot {
 
 constexpr int kRowsPerWarp = 4;
+#ifndef QUAROT_APPEND_CTAS
+#define QUAROT_APPEND_CTAS 1
+#endif
 
 // The block of a slot and head.
 template <typename Params>
-__device__ __forceinline__ std::uint8_t* slot_block(const Params& p, int slot, int head) {
+__device__ __forceinline__ std::uint8_t* slot_block(const Params& p, int slot, int head, int block_bytes) {
     const unsigned block = static_cast<unsigned>(slot) / kBlockTokens, page = block / p.page_blocks;
     return p.pool + (static_cast<std::int64_t>(page * p.kv_heads + head) * p.page_blocks + block % p.page_blocks) *
-                        p.format.block_bytes();
+                        block_bytes;
 }
 
 // The slot of a token, -1 for "do not write" (also out of the pool, which holds less than 2^31 tokens).
@@ -151,7 +154,7 @@ __device__ __forceinline__ void rotate_row_registers(float (&x)[D / 8], int lane
 }
 
 // Quantises a row in the final distribution and stores it at `slot` (negative: nowhere). All lanes of the warp call it.
-// Params: pool, kv_heads, page_blocks, format, key_clip, value_clip.
+// Params: pool, kv_heads, page_blocks, key_clip, value_clip.
 template <int D, int Bits, int Groups, typename Params>
 __device__ __forceinline__ void quantize_and_store_row(const Params& p, bool key, int slot, int head,
                                                        const float (&x)[D / 8], int lane) {
@@ -163,7 +166,8 @@ __device__ __forceinline__ void quantize_and_store_row(const Params& p, bool key
     static_assert(kHalves >= 2 && kHalves % 2 == 0 && D % kChunk == 0);
     const int place = lane % 8, row = lane / 8;
     const Side side = key ? Side::kKey : Side::kValue;
-    std::uint8_t* block = slot_block(p, slot < 0 ? 0 : slot, head);
+    constexpr KVFormat kFormat{D, Bits, Bits, D / Groups, D / Groups};  // known here: no division by a group at run time
+    std::uint8_t* block = slot_block(p, slot < 0 ? 0 : slot, head, kFormat.block_bytes());
     const int offset = slot < 0 ? 0 : slot % kBlockTokens;
     // Low 16 bits: the codes. A code is the low bits of (2^23 + 2^22 + code) as a float; what the rest of those bits adds
     // up to is taken off beforehand.
@@ -186,7 +190,7 @@ __device__ __forceinline__ void quantize_and_store_row(const Params& p, bool key
             low = min_nan(low, __shfl_xor_sync(0xffffffffu, low, distance));
             high = max_nan(high, __shfl_xor_sync(0xffffffffu, high, distance));
         }
-        const GroupQuantizer quantizer(low, high, key ? p.key_clip : p.value_clip, Bits);
+        const GroupQuantizer<Bits> quantizer(low, high, key ? p.key_clip : p.value_clip);
 #pragma unroll
         for (int j = 0; j < kPer; ++j) {
             const int mma = kPer * group + j;
@@ -195,7 +199,7 @@ __device__ __forceinline__ void quantize_and_store_row(const Params& p, bool key
                 halves[mma / kPairs] += quantizer.rounded_bits(x[2 * mma + e]) << (Bits * (mma % kPairs) + 8 * e);
         }
         if (place == 0 && slot >= 0)
-            reinterpret_cast<__half2*>(block + p.format.param_offset(side))[kBlockTokens * group + offset] =
+            reinterpret_cast<__half2*>(block + kFormat.param_offset(side))[kBlockTokens * group + offset] =
                 quantizer.params();
     }
 
@@ -205,7 +209,7 @@ __device__ __forceinline__ void quantize_and_store_row(const Params& p, bool key
     const int other = __shfl_xor_sync(0xffffffffu, slot, distance);
     const bool paired = slot >= 0 && (key || (row % 2 == half && other == (slot ^ 1)));
     const int piece = key ? 4 * (offset % 8) + place / 2 : 4 * place + offset % 8 / 2;
-    std::uint8_t* target = block + p.format.code_offset(side) + (32 * (offset / 8) + piece) * kPieceBytes;
+    std::uint8_t* target = block + kFormat.code_offset(side) + (32 * (offset / 8) + piece) * kPieceBytes;
     const auto word_address = [&](int word) {
         return target + word / kWords * (kChunk * 2 * Bits) + 4 * (word % kWords);
     };
@@ -230,7 +234,7 @@ __device__ __forceinline__ void quantize_and_store_row(const Params& p, bool key
 
 // Grid: x = groups of 16 tokens, y = kv head, z = 0 keys, 1 values.
 template <int D, int Bits, int Groups, int Warps>
-__global__ void __launch_bounds__(32 * Warps) append_rows_kernel(const __grid_constant__ AppendParams p) {
+__global__ void __launch_bounds__(32 * Warps, QUAROT_APPEND_CTAS) append_rows_kernel(const __grid_constant__ AppendParams p) {
     pdl_wait();
     const int lane = threadIdx.x % 32, place = lane % 8, head = blockIdx.y;
     const int token = (blockIdx.x * Warps + threadIdx.x / 32) * kRowsPerWarp + lane / 8;

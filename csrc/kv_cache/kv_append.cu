@@ -13,6 +13,25 @@ namespace {
 
 constexpr int kGenericWarps = 4;
 
+// Codes of a row in shared memory and its params (16 half2 apart), by one warp.
+template <int Bits>
+__device__ __forceinline__ void quantize_row(const float* row, std::uint8_t* codes, __half2* params, int dims, int group,
+                                             float clip, int lane) {
+    for (int start = 0; start < dims; start += group, params += kBlockTokens) {
+        float low = row[start], high = low;
+        for (int i = lane; i < group; i += 32)
+            low = min_nan(low, row[start + i]), high = max_nan(high, row[start + i]);
+        for (int distance = 16; distance > 0; distance /= 2) {
+            low = min_nan(low, __shfl_xor_sync(0xffffffffu, low, distance));
+            high = max_nan(high, __shfl_xor_sync(0xffffffffu, high, distance));
+        }
+        const GroupQuantizer<Bits> quantizer(low, high, clip);
+        for (int i = lane; i < group; i += 32)
+            codes[start + i] = static_cast<std::uint8_t>(quantizer.code(row[start + i]));
+        if (lane == 0) *params = quantizer.params();
+    }
+}
+
 // A warp per (token, head, key or value); the row passes through shared memory as float32.
 __global__ void __launch_bounds__(32 * kGenericWarps) append_generic_kernel(const __grid_constant__ AppendParams p) {
     extern __shared__ float shared[];
@@ -40,7 +59,7 @@ __global__ void __launch_bounds__(32 * kGenericWarps) append_generic_kernel(cons
     __syncwarp();
 
     const int bits = p.format.bits(side), place = slot % kBlockTokens;
-    std::uint8_t* block = slot_block(p, slot, head);
+    std::uint8_t* block = slot_block(p, slot, head, p.format.block_bytes());
     std::uint8_t* plane = block + p.format.code_offset(side);
     if (bits == 16) {
         const bool bf16 = p.dtype == DType::kBFloat16;
@@ -53,22 +72,13 @@ __global__ void __launch_bounds__(32 * kGenericWarps) append_generic_kernel(cons
                     });
         return;
     }
-    const int group = p.format.group(side);
-    for (int g = 0; g < dims / group; ++g) {
-        float low = row[g * group], high = low;
-        for (int i = lane; i < group; i += 32) {
-            low = min_nan(low, row[g * group + i]), high = max_nan(high, row[g * group + i]);
-        }
-        for (int distance = 16; distance > 0; distance /= 2) {
-            low = min_nan(low, __shfl_xor_sync(0xffffffffu, low, distance));
-            high = max_nan(high, __shfl_xor_sync(0xffffffffu, high, distance));
-        }
-        const GroupQuantizer quantizer(low, high, key ? p.key_clip : p.value_clip, bits);
-        for (int i = lane; i < group; i += 32)
-            codes[g * group + i] = static_cast<std::uint8_t>(quantizer.code(row[g * group + i]));
-        if (lane == 0)
-            reinterpret_cast<__half2*>(block + p.format.param_offset(side))[kBlockTokens * g + place] =
-                quantizer.params();
+    const float clip = key ? p.key_clip : p.value_clip;
+    __half2* params = reinterpret_cast<__half2*>(block + p.format.param_offset(side)) + place;
+    switch (bits) {
+        case 2: quantize_row<2>(row, codes, params, dims, p.format.group(side), clip, lane); break;
+        case 3: quantize_row<3>(row, codes, params, dims, p.format.group(side), clip, lane); break;
+        case 4: quantize_row<4>(row, codes, params, dims, p.format.group(side), clip, lane); break;
+        default: quantize_row<8>(row, codes, params, dims, p.format.group(side), clip, lane); break;
     }
     __syncwarp();
     const int width = bits == 3 ? 2 : bits;

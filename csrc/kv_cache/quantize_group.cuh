@@ -20,16 +20,26 @@ __device__ __forceinline__ float min_nan(float a, float b) {
 constexpr float kRounding = 12582912.0f;  // 2^23 + 2^22: adding it rounds to an integer, half to even
 constexpr unsigned kRoundingBits = 0x4b400000u;
 
-struct GroupQuantizer {
-    __half scale, offset;
-    float wide_offset, inverse, levels;  // inverse 0: all codes are 0
+// a / Levels correctly rounded (Markstein: one correction of a times the rounded reciprocal), for |a| up to the largest
+// finite float and results that are normal; what is smaller becomes 0 in fp16 anyway.
+template <int Levels>
+__device__ __forceinline__ float divide_by_levels(float a) {
+    constexpr float kReciprocal = 1.0f / Levels;
+    const float quotient = __fmul_rn(a, kReciprocal);
+    return __fmaf_rn(__fmaf_rn(-quotient, static_cast<float>(Levels), a), kReciprocal, quotient);
+}
 
-    __device__ __forceinline__ GroupQuantizer(float low, float high, float clip, int bits) {
-        constexpr float kMax = 65504.0f;
-        levels = static_cast<float>((1 << bits) - 1);
+template <int Bits>
+struct GroupQuantizer {
+    static constexpr int kLevels = (1 << Bits) - 1;
+    __half scale, offset;
+    float wide_offset, inverse;  // inverse 0: all codes are 0
+
+    __device__ __forceinline__ GroupQuantizer(float low, float high, float clip) {
+        constexpr float kMax = 65504.0f, kLargest = 3.40282347e38f;
         const float lo = __fmul_rn(low, clip), hi = __fmul_rn(high, clip);
         const bool constant = low == high, broken = !(low <= high);  // broken: a NaN in the group
-        const float step = __fdiv_rn(__fsub_rn(hi, lo), levels);
+        const float step = divide_by_levels<kLevels>(fminf(__fsub_rn(hi, lo), kLargest));
         scale = __float2half_rn(fminf(fmaxf(step, -kMax), kMax));
         // + 0 turns -0 into 0: which zero a minimum is depends on the order.
         offset = __float2half_rn(fminf(fmaxf(__fadd_rn(constant ? low : lo, 0.0f), -kMax), kMax));
@@ -37,13 +47,14 @@ struct GroupQuantizer {
         if (broken) scale = offset = __ushort_as_half(0x7e00);
         const float wide_scale = __half2float(scale);
         wide_offset = __half2float(offset);
-        inverse = wide_scale > 0.0f ? __fdiv_rn(1.0f, wide_scale) : 0.0f;
+        // Rounded to the nearest; scales are fp16, so 1 / s is normal.
+        inverse = wide_scale > 0.0f ? __frcp_rn(wide_scale) : 0.0f;
     }
 
     // kRoundingBits + code. With inverse 0 (or NaN: fmaxf drops it) the code is 0.
     __device__ __forceinline__ unsigned rounded_bits(float x) const {
         const float scaled = __fmul_rn(__fsub_rn(x, wide_offset), inverse);
-        return __float_as_uint(__fadd_rn(fminf(fmaxf(scaled, 0.0f), levels), kRounding));
+        return __float_as_uint(__fadd_rn(fminf(fmaxf(scaled, 0.0f), static_cast<float>(kLevels)), kRounding));
     }
 
     __device__ __forceinline__ unsigned code(float x) const { return rounded_bits(x) - kRoundingBits; }

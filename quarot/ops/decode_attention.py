@@ -130,9 +130,9 @@ def launch(
     window: int,
     rotate_order: int,
     rotate_pow2: int,
-    tuning: tuple[int, int, int, int, bool] = (0, 0, 0, 0, False),
+    tuning: tuple[int, int, int, int, bool, int] = (0, 0, 0, 0, False, 0),
 ) -> tuple[Tensor, Tensor]:
-    """Launch csrc/attention. ``tuning``: warps, ring stages, CTAs per SM, splits, generic kernel (0: as planned)."""
+    """Launch csrc/attention. ``tuning``: see DecodeTuning there (0: as planned)."""
     layout = KVLayout(query.shape[-1], key_bits, value_bits, key_group, value_group)
     layout.check_pool(pool)
     check_query(query, pool, page_table, lengths)
@@ -147,7 +147,7 @@ def launch(
     kv_heads, page_blocks, max_pages = pool.shape[1], pool.shape[2], page_table.shape[1]
     shape = (DTYPE_CODES[query.dtype], batch, tokens, heads, kv_heads, max_pages * page_blocks * BLOCK_TOKENS)
     plan = _plan(pool.device.index, *form, *shape, *tuning)
-    _, max_splits, _, _, _, ring_stages, items = plan
+    _, max_splits, _, _, _, ring_stages, _, items = plan
     signs = 0
     if rotate and rotate_order > 1:
         if ring_stages:  # the tensor-core kernels rotate by powers of two only

@@ -175,7 +175,8 @@ def _available(qkv: Tensor, *args: object) -> str | None:
 rope_kv_append = registry.define_op(
     "rope_kv_append",
     "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) pool, Tensor slots, int num_q_heads, int key_bits, "
-    "int value_bits, int key_group, int value_group, float key_clip, float value_clip, int rotate_order, int rotate_pow2, "
+    "int value_bits, int key_group, int value_group, float key_clip, float value_clip, int rotate_order, "
+    "int rotate_pow2, "
     "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor query",
     reference=_reference,
     fake=_fake,

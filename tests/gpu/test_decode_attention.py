@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 ABSURD_PAGE = 2147480000
-BUILT_IN = (0, 0, 0, 0, False)
+BUILT_IN = (0, 0, 0, 0, False, 0)
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Case:
     rotate: tuple[int, int] = (0, 0)
     dtype: torch.dtype = torch.float16
     q_scale: float = 1.0
-    tuning: tuple[int, int, int, int, bool] = BUILT_IN
+    tuning: tuple[int, int, int, int, bool, int] = BUILT_IN
 
 
 @dataclass
@@ -192,8 +192,8 @@ def test_formats(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_generic_kernel(name: str) -> None:
-    check(Case(form=FORMATS[name], tuning=(0, 0, 0, 0, True)))
-    check(Case(form=FORMATS[name], tuning=(0, 0, 0, 3, True), tokens=3, window=100, page_size=32))
+    check(Case(form=FORMATS[name], tuning=(0, 0, 0, 0, True, 0)))
+    check(Case(form=FORMATS[name], tuning=(0, 0, 0, 3, True, 0), tokens=3, window=100, page_size=32))
 
 
 def test_float32_queries() -> None:
@@ -232,9 +232,9 @@ def test_sliding_window(window: int, tokens: int) -> None:
     "tuning", [(8, 2, 1, 1), (8, 3, 1, 16), (3, 2, 4, 4), (4, 1, 2, 3), (1, 2, 1, 2), (6, 2, 2, 64)]
 )
 def test_tunings(tuning: tuple[int, int, int, int]) -> None:
-    check(Case(tuning=(*tuning, False)))
-    check(Case(tuning=(*tuning, False), lengths=tuple(77 + 3 * i for i in range(70))))
-    check(Case(tuning=(*tuning, False), lengths=(9000,)))
+    check(Case(tuning=(*tuning, False, 0)))
+    check(Case(tuning=(*tuning, False, 0), lengths=tuple(77 + 3 * i for i in range(70))))
+    check(Case(tuning=(*tuning, False, 0), lengths=(9000,)))
 
 
 def test_peaky_softmax() -> None:
@@ -262,7 +262,7 @@ def test_row_equals_the_row_alone_and_runs_repeat() -> None:
         again = _run(case, x)
         assert torch.equal(out, again[0])
         assert torch.equal(lse, again[1])
-    fixed = replace(case, tuning=(8, 2, 1, 1, False))  # the same split count: then bit-equal
+    fixed = replace(case, tuning=(8, 2, 1, 1, False, 0))  # the same split count: then bit-equal
     whole, _ = _run(fixed, x)
     for row in range(4):
         alone = Tensors(x.query[row : row + 1], x.pool, x.page_table[row : row + 1], x.lengths[row : row + 1])

@@ -14,6 +14,7 @@ append_op = importlib.import_module("quarot.ops.kv_append")
 ops = torch.ops.quarot
 importlib.import_module("quarot.ops.kv_gather")
 importlib.import_module("quarot.ops.decode_attention")
+importlib.import_module("quarot.ops.rope_kv_append")
 
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 192, 256]
 BITS = [2, 3, 4, 8, 16]
@@ -273,3 +274,44 @@ def test_opcheck() -> None:
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
     arguments = (torch.randn(1, 1, 4, 64), pool, table, lengths, *form, 0.125, 0, 1, 64)
     torch.library.opcheck(ops.decode_attention.default, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
+@pytest.mark.parametrize(("dim", "rotary_dim", "rotate"), [(64, 64, (1, 64)), (64, 32, (0, 0)), (96, 96, (12, 8))])
+def test_rope_kv_append_is_its_parts(norm: bool, dim: int, rotary_dim: int, rotate: tuple[int, int]) -> None:
+    """Norm, transformers' RoPE and R3 one after the other in float32, then kv_append."""
+    tokens, q_heads, kv_heads = 9, 4, 2
+    layout, form = KVLayout(dim), (4, 4, dim, dim)
+    qkv = torch.randn(tokens, (q_heads + 2 * kv_heads) * dim)
+    angle = torch.randn(3, rotary_dim // 2).repeat(1, 2)  # a table of 3 rows serves 3 sequences of 3 tokens
+    gains = [torch.rand(dim) + 0.5 if norm else None for _ in range(2)]
+    slots = torch.arange(tokens)
+    pool = torch.zeros(layout.pool_shape(1, kv_heads, 16), dtype=torch.uint8)
+    expected_pool = pool.clone()
+    rest = (q_heads, *form, 0.95, 0.95, *rotate)
+    query = ops.rope_kv_append(qkv, angle.cos(), angle.sin(), pool, slots, *rest, *gains, 1e-6)
+    q, k, v = qkv.view(tokens, -1, dim).split([q_heads, kv_heads, kv_heads], dim=1)
+    turned = []
+    for x, gain in zip((q, k), gains, strict=True):
+        if gain is not None:
+            x = torch.nn.functional.rms_norm(x, (dim,), gain, 1e-6)
+        head, rest_of_head = x[..., :rotary_dim], x[..., rotary_dim:]
+        cos, sin = (t.repeat(3, 1)[:, None] for t in (angle.cos(), angle.sin()))
+        half = torch.cat([-head[..., rotary_dim // 2 :], head[..., : rotary_dim // 2]], dim=-1)
+        x = torch.cat([head * cos + half * sin, rest_of_head], dim=-1)
+        turned.append(append_op.rotate_heads(x, *rotate) if rotate != (0, 0) else x)
+    torch.testing.assert_close(query, turned[0])
+    ops.kv_append(expected_pool, turned[1], v, slots, *form, 0.95, 0.95, 0, 0)
+    actual, expected = (ops.kv_gather(x, slots, *form, torch.float32) for x in (pool, expected_pool))
+    torch.testing.assert_close(actual[1], expected[1])
+    assert ((actual[0] - expected[0]).abs() > 1e-5).float().mean() < 0.01  # a code at a rounding boundary
+
+
+def test_rope_kv_append_refuses_what_does_not_fit() -> None:
+    pool = torch.zeros(KVLayout(64).pool_shape(1, 2, 16), dtype=torch.uint8)
+    table, slots = torch.zeros(1, 64), torch.arange(2)
+    rest = (4, 4, 64, 64, 1.0, 1.0, 0, 0, None, None, 1e-6)
+    with pytest.raises(ValueError, match="head_dim"):
+        ops.rope_kv_append(torch.zeros(2, 500), table, table, pool, slots, 4, *rest)
+    with pytest.raises(ValueError, match="rotary_dim"):
+        ops.rope_kv_append(torch.zeros(2, 512), table[:, :63], table[:, :63], pool, slots, 4, *rest)
