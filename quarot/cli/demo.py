@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     path = models.resolve(options.model)
     model, tokenizer = models.load(path, options), models.load_tokenizer(path)
 
-    rows = [("full precision", models.weight_bytes(model), *_measure(model, tokenizer, evaluation, options))]
+    rows = [_row("full precision", model, tokenizer, evaluation, options)]
     import quarot
 
     plan = recipe.rotate(model, options)
@@ -57,8 +58,7 @@ def run(options: argparse.Namespace) -> int:
         tokenizer.save_pretrained(folder)
         del model
         model = models.load(str(folder), options)
-        measured = _measure(model, tokenizer, evaluation, options)
-        rows.append((name_of(config), models.folder_bytes(folder), *measured))
+        rows.append(_row(name_of(config), model, tokenizer, evaluation, options))
     _print(rows, options, time.monotonic() - start)
     return 0
 
@@ -69,11 +69,25 @@ def name_of(config: Any) -> str:
     return f"W{config.w_bits}A{config.a_bits}{kv} {config.w_method.upper()}"
 
 
-def _measure(model: Any, tokenizer: Any, text: str, options: argparse.Namespace) -> tuple[float, int, str]:
+@dataclass(frozen=True)
+class Row:
+    """One line of the result: sizes in bytes, perplexity over so many windows, the prompt's continuation."""
+
+    name: str
+    weights: int
+    layers: int
+    ppl: float
+    windows: int
+    text: str
+
+
+def _row(name: str, model: Any, tokenizer: Any, text: str, options: argparse.Namespace) -> Row:
     from quarot.evaluation import perplexity
 
-    result = perplexity(model, tokenizer, text, max_windows=options.windows, batch_size=1, progress=not options.quiet)
-    return result.ppl, result.windows, continue_text(model, tokenizer, options.prompt, max_new_tokens=24)
+    sizes = models.weight_bytes(model), models.weight_bytes(model, layers_only=True)
+    result = perplexity(model, tokenizer, text, max_windows=options.windows, progress=not options.quiet)
+    continuation = continue_text(model, tokenizer, options.prompt, max_new_tokens=24)
+    return Row(name, *sizes, result.ppl, result.windows, continuation)
 
 
 def _texts(options: argparse.Namespace) -> tuple[str, str]:
@@ -94,11 +108,13 @@ def _texts(options: argparse.Namespace) -> tuple[str, str]:
     return evaluation, calibration
 
 
-def _print(rows: list[tuple[str, int, float, int, str]], options: argparse.Namespace, seconds: float) -> None:
-    print(f"\n{'model':18} {'weights':>10} {'perplexity':>11}")
-    for name, size, ppl, _, _ in rows:
-        print(f"{name:18} {models.megabytes(size):>10} {ppl:11.3f}")
-    print(f"({rows[0][3]} windows of 2048 tokens; the second row was saved and loaded again)\n")
-    for name, _, _, _, text in rows:
-        print(f"{name}: {options.prompt}{text}")
+def _print(rows: list[Row], options: argparse.Namespace, seconds: float) -> None:
+    print(f"\n{'model':18} {'weights':>10} {'of which layers':>16} {'perplexity':>11}")
+    for row in rows:
+        sizes = f"{models.megabytes(row.weights):>10} {models.megabytes(row.layers):>16}"
+        print(f"{row.name:18} {sizes} {row.ppl:11.3f}")
+    print(f"({rows[0].windows} windows of 2048 tokens; the second row was saved and loaded again;")
+    print(" embeddings and head are not quantised, and a rotated model keeps them apart)\n")
+    for row in rows:
+        print(f"{row.name}: {options.prompt}{row.text}")
     print(f"\ndone in {seconds:.0f} s" + (f"; model in {options.out}" if options.out else ""))

@@ -92,10 +92,15 @@ def load_tokenizer(path: str) -> Any:
     return AutoTokenizer.from_pretrained(path)
 
 
-def weight_bytes(model: Any) -> int:
-    """Bytes of all parameters and persistent buffers, each storage once: what a checkpoint holds."""
+def weight_bytes(model: Any, *, layers_only: bool = False) -> int:
+    """Bytes of all parameters and persistent buffers, each storage once: what a checkpoint holds.
+
+    ``layers_only`` counts the decoder layers: what quantisation is about; embeddings and head stay as they are.
+    """
     seen: dict[int, int] = {}
-    for tensor in model.state_dict().values():
+    for name, tensor in model.state_dict().items():
+        if layers_only and ".layers." not in name:
+            continue
         seen[tensor.data_ptr() or id(tensor)] = tensor.numel() * tensor.element_size()
     return sum(seen.values())
 
