@@ -107,10 +107,13 @@ def test_doctor_reports_every_required_package(capsys):
 
 def test_a_preset_is_a_start_that_options_override(model_folder, tmp_path):
     from quarot.cli import build_parser, recipe
+    from quarot.quantization.presets import PRESETS
 
     arguments = ["quantize", str(model_folder), "--out", str(tmp_path / "out"), "--preset", "best"]
     config = recipe.config_of(build_parser().parse_args([*arguments, "--set", "tune_steps=7", "--a-bits", "8"]))
-    assert (config.gptq_asymmetric, config.tune_steps, config.a_bits) == (True, 7, 8)
+    assert (config.tune_steps, config.a_bits) == (7, 8)
+    for name in set(PRESETS["best"]) - {"tune_steps", "a_bits"}:
+        assert getattr(config, name) == PRESETS["best"][name], name
 
 
 def test_rotation_only(model_folder, tmp_path, capsys):
