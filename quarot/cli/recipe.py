@@ -79,7 +79,7 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
 def needs_calibration(config: QuarotConfig) -> bool:
     """Whether quantising by this configuration looks at data."""
     gptq = config.w_bits < 16 and config.w_method == "gptq"
-    return gptq or config.a_clip_search or config.tune_steps > 0
+    return gptq or config.a_clip_search or config.tune_steps > 0 or config.rotation_steps > 0
 
 
 def rotate(model: Any, options: argparse.Namespace, device: Any = None) -> Any:
