@@ -74,7 +74,7 @@ def continue_text(
     inputs = inputs.to(model.get_input_embeddings().weight.device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     common = {"max_new_tokens": max_new_tokens, "pad_token_id": pad}
-    if inputs["input_ids"].is_cuda and _has_fused_path(model):
+    if inputs["input_ids"].is_cuda and has_fused_path(model):
         mask = inputs["attention_mask"]
         ids = quarot.generate(model, inputs["input_ids"], attention_mask=mask, seed=seed, **common, **sampling)
     else:
@@ -86,6 +86,6 @@ def continue_text(
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def _has_fused_path(model: Any) -> bool:
+def has_fused_path(model: Any) -> bool:
     """Whether ``quarot.generate`` serves this model (a loop of recorded CUDA graphs); else ``model.generate`` does."""
     return vars(getattr(model, model.base_model_prefix)).get("quarot_fused") is not None
