@@ -116,6 +116,26 @@ def test_a_preset_is_a_start_that_options_override(model_folder, tmp_path):
         assert getattr(config, name) == PRESETS["best"][name], name
 
 
+def test_reproduce_writes_rows_and_a_table(model_folder, text_file, tmp_path, monkeypatch, capsys):
+    from quarot.evaluation import paper
+
+    few = paper.Table("Cache", (paper.TABLES["kv"].experiments[0], paper.TABLES["kv"].experiments[1]))
+    monkeypatch.setitem(paper.TABLES, "kv", few)
+    sizes = ["--window", "64", "--windows", "1", "--samples", "1", "--length", "32", "--device", "cpu", "--quiet"]
+    texts = ["--text", str(text_file), "--calibration", str(text_file), "--out", str(tmp_path)]
+    assert main(["reproduce", "kv", "--model", str(model_folder), *texts, *sizes]) == 0
+    assert "| k4v4 |" in capsys.readouterr().out
+    assert "| k4v4 |" in (tmp_path / "kv.md").read_text()
+    assert [row["setting"] for row in json.loads((tmp_path / "kv.json").read_text())] == ["full precision", "k4v4"]
+
+
+def test_reproduce_lists_every_table(capsys):
+    assert main(["reproduce", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("main", "bits", "kv", "weights", "orthogonal", "clips", "zero-shot"))
+    assert "not reproduced: hadamard-precision" in text
+
+
 def test_rotation_only(model_folder, tmp_path, capsys):
     out = tmp_path / "rotated"
     sixteen = ["--w-bits", "16", "--a-bits", "16", "--kv-bits", "16"]
