@@ -15,15 +15,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 if command -v nvidia-smi >/dev/null && capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null) && [ -n "$capability" ]; then
     # Kernels for the GPUs here only: minutes instead of an hour.
     export QUAROT_CUDA_ARCHS=${QUAROT_CUDA_ARCHS:-$(echo "$capability" | sort -u | paste -sd';')}
-    index=()
 else
-    # Nothing here could run kernels, and the CPU build of torch is a tenth of the size. The extra index may be out of reach.
-    export QUAROT_CUDA=${QUAROT_CUDA:-0}
-    index=(--retries 1 --extra-index-url https://download.pytorch.org/whl/cpu)
+    export QUAROT_CUDA=${QUAROT_CUDA:-0}  # nothing here could run kernels
 fi
 if ! "$python" -c 'import torch' 2>/dev/null; then
     echo "installing torch into $venv"
-    "$python" -m pip install --quiet "${index[@]}" "${QUAROT_TORCH:-torch==2.13.0}" || exit 1
+    "$python" -m pip install --quiet "${QUAROT_TORCH:-torch==2.13.0}" || exit 1
 fi
 stamp=$venv/.quarot-installed
 wanted="$root ${QUAROT_EXTRAS:-} ${QUAROT_CUDA:-auto} $(cat "$root/pyproject.toml" "$root/setup.py" | cksum)"
