@@ -14,6 +14,8 @@ _GRAPH_COUNTERS = 1 << 18
 
 _of_stream: dict[tuple[int, int], Tensor] = {}
 _for_graphs: dict[int, Tensor] = {}
+_recorded: list[Tensor] = []
+"""Every buffer that slices were cut from: graphs know addresses only, so none is ever freed (1 MiB each)."""
 
 
 def zeroed_counters(count: int, device: torch.device, stream: int) -> Tensor:
@@ -32,5 +34,6 @@ def zeroed_counters(count: int, device: torch.device, stream: int) -> Tensor:
     if index not in _for_graphs or _for_graphs[index].numel() < _MIN_COUNTERS:
         # Filled here, outside any capture, so that it is zero whatever graph is replayed first.
         _for_graphs[index] = torch.zeros(_GRAPH_COUNTERS, dtype=torch.int32, device=device)
+        _recorded.append(_for_graphs[index])
         torch.cuda.current_stream(index).synchronize()
     return counters
