@@ -271,8 +271,8 @@ def _capturing(device: torch.device) -> bool:
 class StaticTable:
     """Rows of fixed capacity, every tensor allocated once: for CUDA graphs and ``torch.compile``; nothing syncs.
 
-    Row b owns pages ``b * pages_per_row ..`` for good. A token beyond the capacity is dropped while decoding (slot -1)
-    and refused, with the numbers, in an eager prefill.
+    Row b owns pages ``b * pages_per_row ..`` for good. A token beyond the capacity is refused, with the numbers, wherever
+    the host is told of it; a replayed graph, of which it is not, drops it (slot -1).
     """
 
     def __init__(self, page_size: int, max_batch: int, max_length: int) -> None:
@@ -280,6 +280,7 @@ class StaticTable:
         self.pages_per_row = -(-max_length // page_size)
         self.num_pages = max_batch * self.pages_per_row
         self.batch = 0
+        self.counted = 0  # columns the host knows of: a lower bound, since replayed graphs append without it
         self.pages = torch.arange(self.num_pages, dtype=torch.int32).view(max_batch, -1)
         self.lengths = torch.zeros(max_batch, dtype=torch.int32)
         self.before = torch.zeros(max_batch, dtype=torch.int32)
@@ -298,7 +299,7 @@ class StaticTable:
             torch._dynamo.mark_static_address(tensor)
 
     def reset(self) -> None:
-        self.batch = 0
+        self.batch = self.counted = 0
         for name in ("lengths", "before", "columns", "valid"):
             getattr(self, name).zero_()
 
@@ -319,13 +320,14 @@ class StaticTable:
         """
         eager = not torch.compiler.is_compiling() and not _capturing(device)
         past = int(self.columns) if eager and count > 1 else None
-        if batch > self.max_batch or count + (past or 0) > self.max_length:
+        before_host = self.counted if past is None else past
+        if batch > self.max_batch or count + before_host > self.max_length:
             raise ValueError(
                 f"QuantKVCache is fixed to {self.max_batch} rows of {self.max_length} tokens and got {batch} rows of "
-                f"{count} tokens after {past or 0}; raise max_batch and max_length, or leave both out to let it grow"
+                f"{count} tokens after {before_host}; raise max_batch and max_length, or leave both out to let it grow"
             )
         if eager:
-            self.batch = batch
+            self.batch, self.counted = batch, before_host + count
         new = torch.ones(batch, count, dtype=torch.bool, device=device) if valid is None else valid
         lengths, before = self.lengths[:batch], self.before[:batch]
         before.copy_(lengths)
@@ -349,6 +351,7 @@ class StaticTable:
     def crop(self, remove: int) -> None:
         """Drop the last ``remove`` columns of every row."""
         self.columns.sub_(remove).clamp_(min=0)
+        self.counted = max(self.counted - remove, 0)
         column = torch.arange(self.max_length, device=self.valid.device)
         self.valid &= column < self.columns
         self.lengths.copy_(self.valid.sum(1))

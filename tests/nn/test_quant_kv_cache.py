@@ -360,3 +360,16 @@ def test_memory_and_repr():
     assert cache.memory_footprint() % (64 * HEADS * per_token) == 0
     assert "key_bits=4" in repr(cache)
     assert "tokens=64" in repr(cache)
+
+
+def test_decoding_past_a_fixed_size_is_refused():
+    cache = new_cache(max_batch=1, max_length=5)
+    table = cache.table
+    table.append(1, 4, None, torch.device("cpu"))
+    table.append(1, 1, None, torch.device("cpu"))
+    with pytest.raises(ValueError, match="5 tokens and got 1 rows of 1 tokens after 5"):
+        table.append(1, 1, None, torch.device("cpu"))
+    cache.crop(-2)
+    table.append(1, 1, None, torch.device("cpu"))
+    cache.reset()
+    table.append(1, 5, None, torch.device("cpu"))
