@@ -271,7 +271,7 @@ def _capturing(device: torch.device) -> bool:
 class StaticTable:
     """Rows of fixed capacity, every tensor allocated once: for CUDA graphs and ``torch.compile``; nothing syncs.
 
-    Row b owns pages ``b * pages_per_row ..`` for good. A token beyond the capacity is refused, with the numbers, wherever
+    Row b owns pages ``b * pages_per_row ..`` for good. A token beyond the capacity is refused with the numbers wherever
     the host is told of it; a replayed graph, of which it is not, drops it (slot -1).
     """
 
