@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
+from quarot.ops.quantize_per_token import DTYPE_CODES
 from quarot.ops.registry import define_op, extension, stream
-
-_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 
 
 def _rms_norm(x: torch.Tensor, gain: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -42,12 +41,11 @@ def _reference(
     ``x * cos + rotate_half(x) * sin`` on its first R channels.
     """
     heads, rotary_dim = num_q_heads + num_kv_heads, cos.shape[-1]
+    _check(qkv, cos, sin, heads, head_dim)
     wide = torch.promote_types(qkv.dtype, torch.float32)
     view = qkv[:, : heads * head_dim].unflatten(-1, (heads, head_dim))
     x = view.to(wide)
-    x = torch.cat(
-        [_rms_norm(x[:, :num_q_heads], q_norm, eps), _rms_norm(x[:, num_q_heads:], k_norm, eps)], dim=1
-    )
+    x = torch.cat([_rms_norm(x[:, :num_q_heads], q_norm, eps), _rms_norm(x[:, num_q_heads:], k_norm, eps)], dim=1)
     row = torch.arange(qkv.shape[0], device=qkv.device) % cos.shape[0]
     c, s = (table.to(wide)[row].unsqueeze(1) for table in (cos, sin))
     a, b = x[..., :rotary_dim].chunk(2, dim=-1)
@@ -59,12 +57,36 @@ def _fake(qkv: torch.Tensor, *args: object) -> None:
     return None
 
 
-def _available(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: object) -> str | None:
-    if qkv.dtype not in _TYPES:
+def _available(
+    qkv: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    num_q_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+) -> str | None:
+    if qkv.dtype not in DTYPE_CODES:
         return f"dtype {qkv.dtype} has no kernel"
-    if qkv.stride(-1) != 1 or not (cos.is_contiguous() and sin.is_contiguous()):
+    others = [tensor for tensor in (cos, sin, q_norm, k_norm) if tensor is not None]
+    if any(tensor.dtype != qkv.dtype for tensor in others):
+        return f"tables and gains of {[str(tensor.dtype) for tensor in others]} differ from qkv's {qkv.dtype}"
+    if qkv.stride(-1) != 1 or not all(tensor.is_contiguous() for tensor in others):
         return "rows must be contiguous"
     return None
+
+
+def _check(qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int, head_dim: int) -> None:
+    """Raise ValueError unless the shapes fit together."""
+    if qkv.dim() != 2 or qkv.shape[1] < heads * head_dim:
+        raise ValueError(f"rope: qkv {tuple(qkv.shape)} has no {heads} heads of {head_dim}")
+    if cos.dim() != 2 or cos.shape != sin.shape or cos.shape[1] > head_dim or cos.shape[1] % 2 or not cos.shape[0]:
+        raise ValueError(
+            f"rope: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must be [rows, rotary_dim] with an even "
+            f"rotary_dim up to head_dim {head_dim}"
+        )
 
 
 def _cuda(
@@ -78,6 +100,7 @@ def _cuda(
     k_norm: torch.Tensor | None,
     eps: float,
 ) -> None:
+    _check(qkv, cos, sin, num_q_heads + num_kv_heads, head_dim)
     if qkv.shape[0] == 0:
         return
     module = extension()
@@ -97,14 +120,15 @@ def _cuda(
             num_kv_heads,
             head_dim,
             cos.shape[-1],
-            _TYPES[qkv.dtype],
+            DTYPE_CODES[qkv.dtype],
             stream(qkv),
         )
 
 
 rope = define_op(
     "rope",
-    "(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_q_heads, int num_kv_heads, int head_dim, Tensor? q_norm, Tensor? k_norm, float eps) -> ()",
+    "(Tensor(a!) qkv, Tensor cos, Tensor sin, int num_q_heads, int num_kv_heads, int head_dim, Tensor? q_norm,"
+    " Tensor? k_norm, float eps) -> ()",
     reference=_reference,
     fake=_fake,
     cuda=_cuda,
