@@ -62,7 +62,7 @@ def cuda(
     """Launches ``csrc/gemm``."""
     _check(codes, row_scale, qweight, weight_scale)
     return gemm_launch.launch(
-        codes, row_scale, qweight.contiguous(), weight_scale, bias, out_dtype, weight_format=gemm_launch.INT8_ROWS
+        codes, row_scale, qweight, weight_scale, bias, out_dtype, weight_format=gemm_launch.INT8_ROWS
     )
 
 
@@ -76,7 +76,7 @@ def available(
 ) -> str | None:
     """Why the kernels cannot serve these arguments, or None."""
     if qweight.shape[1] % 32 or qweight.data_ptr() % 16:
-        return f"int8 rows of {qweight.shape[1]} bytes at {qweight.data_ptr():#x} are not padded to 32, or unaligned"
+        return f"int8 rows of {qweight.shape[1]} bytes are not padded to 32, or not aligned to 16"
     return gemm_launch.unavailable(codes, weight_scale, qweight.shape[1], out_dtype)
 
 
