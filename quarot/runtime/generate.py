@@ -14,11 +14,12 @@ from torch import Tensor
 
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
-from quarot.runtime.decode_graph import DecodeGraph, enabled
+from quarot.runtime.decode_graph import DecodeGraph, addresses, enabled
 from quarot.runtime.fused_decoder import FusedDecoder
 from quarot.runtime.sampling import Sampling
 
 _LOOK_EVERY = 16  # steps between two looks at whether every row has stopped
+_MOST_GRAPHS = 4  # kept a session, one for each way of sampling
 _ROUND_LENGTH = 256  # capacities are rounded up to this, so that a session serves prompts of similar length
 
 
@@ -165,7 +166,7 @@ class Session:
     def _graph(self, sampling: Sampling, generator: torch.Generator | None) -> DecodeGraph:
         key = (sampling, generator is not None)
         graph = self.graphs.get(key)
-        if graph is None or graph.addresses != _current(graph) or generator is not None:
+        if graph is None or graph.addresses != addresses(self.cache) or generator is not None:
             head = self.model.get_output_embeddings()
             table = self.cache.table
             assert isinstance(table, StaticTable)
@@ -177,14 +178,11 @@ class Session:
                 lambda out: sampling.choose(head(out[:, -1]), generator),
                 generator,
             )
+            self.graphs.pop(key, None)
             self.graphs[key] = graph
+            while len(self.graphs) > _MOST_GRAPHS:
+                del self.graphs[next(iter(self.graphs))]
         return graph
-
-
-def _current(graph: DecodeGraph) -> tuple[int, ...]:
-    from quarot.runtime.decode_graph import addresses
-
-    return addresses(graph.cache)
 
 
 def _session(model: Any, fused: FusedDecoder, batch: int, length: int) -> Session:
@@ -199,8 +197,10 @@ def _session(model: Any, fused: FusedDecoder, batch: int, length: int) -> Sessio
 
 
 def _check(model: Any, ids: Tensor, mask: Tensor | None, count: int, streamer: Streamer | None) -> None:
-    if ids.dim() != 2 or ids.shape[1] == 0 or ids.dtype != torch.int64:
-        raise ValueError(f"generate: input_ids must be int64 [batch, tokens >= 1], got {ids.dtype} {tuple(ids.shape)}")
+    if ids.dim() != 2 or not ids.numel() or ids.dtype != torch.int64:
+        raise ValueError(
+            f"generate: input_ids must be int64 [batch >= 1, tokens >= 1], got {ids.dtype} {tuple(ids.shape)}"
+        )
     if mask is not None and (mask.shape != ids.shape or not bool(mask[:, -1].all())):
         raise ValueError(
             f"generate: attention_mask {tuple(mask.shape)} must match input_ids {tuple(ids.shape)} and end in 1: "
