@@ -165,7 +165,9 @@ class QuantLinear(nn.Module):
         """Asymmetric weights: ``scale * (code - zero)`` is ``-row_scale * sum(codes) * scale * zero`` more."""
         offset = (self.weight_scale * self.weight_zero).reshape(self.out_features, -1)
         sums = codes[:, : self.in_features].view(codes.shape[0], offset.shape[1], -1).sum(-1, dtype=torch.int32)
-        out = out - (sums.float() * row_scale[:, None]) @ offset.T
+        sums = sums.float() * row_scale[:, None]
+        # Per channel it is an outer product, which no setting for matmuls (TF32) can round.
+        out = out - (sums * offset.T if offset.shape[1] == 1 else sums @ offset.T)
         return out if self.bias is None else out + self.bias.float()
 
     def _forward_activation_groups(self, x: torch.Tensor) -> torch.Tensor:
