@@ -17,9 +17,7 @@ OPTIONAL = {
     "lm-eval": "zero-shot tasks (extra eval)",
     "gguf": "the model smollm2 (extra gguf)",
     "matplotlib": "quarot plot (extra plot)",
-    "flashinfer-python": "faster prefill (extra flashinfer)",
-    "compressed-tensors": "export to vLLM (extra export)",
-    "fast-hadamard-transform": "a benchmark peer (extra hadamard)",
+    "flashinfer-python": "a benchmark peer (extra flashinfer)",
 }
 _VARIABLES = ("QUAROT_BACKEND", "QUAROT_CACHE", "QUAROT_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
 
