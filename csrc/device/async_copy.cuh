@@ -57,8 +57,8 @@ __device__ __forceinline__ bool elect_one() {
 
 // Both addresses and the size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(std::uint32_t shared, const void* global, int bytes, std::uint32_t barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
-                 "l"(global), "r"(bytes), "r"(barrier)
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(shared), "l"(global), "r"(bytes), "r"(barrier)
                  : "memory");
 }
 

@@ -292,8 +292,8 @@ cudaError_t launch_units(Kernel kernel, Args& a, const HadamardInput& input, int
         bytes = 4 * ((s.order == 1 ? 1 : (s.order + 7) / 8 * 8) * static_cast<std::int64_t>(a.pitch) + 32);
         if (bytes <= shared_limit) break;
     }
-    a.aligned = reinterpret_cast<std::uintptr_t>(a.x) % 16 == 0 && (input.rows == 1 || a.row_stride * width % 16 == 0) &&
-                a.width % 8 == 0;
+    a.aligned = reinterpret_cast<std::uintptr_t>(a.x) % 16 == 0 && a.width % 8 == 0 &&
+                (input.rows == 1 || a.row_stride * width % 16 == 0);
     if (bytes > 48 * 1024) {
         const cudaError_t status =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));

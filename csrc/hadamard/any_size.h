@@ -24,9 +24,9 @@ struct HadamardInput {
     std::int64_t row_stride, rows;  // elements
     bool silu;
     HadamardShape shape;
-    // Signs of H_order in the order of mma fragments (unused for order 1): uint32 [ceil(order / 16)][ceil(order / 64)][32];
-    // word of lane (g = lane / 4, c = lane % 4): bit 31 - (4 q + i) is set where
-    // H[16 mt + g + 8 (i % 2)][64 kt + 8 q + c + 4 (i / 2)] = -1.
+    // Signs of H_order in the order of mma fragments (unused for order 1): uint32, one word a lane,
+    // [ceil(order / 16)][ceil(order / 64)][32]. Word of lane (g = lane / 4, c = lane % 4): bit 31 - (4 q + i) is set
+    // where H[16 mt + g + 8 (i % 2)][64 kt + 8 q + c + 4 (i / 2)] = -1.
     const std::uint32_t* signs;
 };
 

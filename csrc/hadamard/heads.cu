@@ -1,4 +1,4 @@
-// One CTA per row, one warp per 32 columns of head_dim. The row is copied to shared memory once; Y[h'][i] = H X[h][i] by
+// One CTA per row, one warp per 32 columns of head_dim. The row is copied to shared memory once; Y = H X[h][i] by
 // mma.m16n8k16 with X as it came (fp16 and bf16 operands and +-1 are exact, so only the fp32 sums round), the
 // accumulators wait for the absmax, and four lanes exchange codes so that each stores eight neighbouring columns.
 #include "hadamard/heads.h"
@@ -158,7 +158,8 @@ cudaError_t hadamard_heads_quantize(const HeadsInput& in, void* codes, float* sc
     const Args a{in.x, in.row_stride, in.heads, in.head_dim, in.signs,
                  static_cast<float>(1.0 / std::sqrt(static_cast<double>(in.heads))), codes, scale, clip_over_qmax, bits,
                  packed};
-    return in.dtype == DType::kFloat16 ? dispatch<__half>(a, in.rows, stream) : dispatch<__nv_bfloat16>(a, in.rows, stream);
+    return in.dtype == DType::kFloat16 ? dispatch<__half>(a, in.rows, stream)
+                                       : dispatch<__nv_bfloat16>(a, in.rows, stream);
 }
 
 }  // namespace quarot

@@ -11,9 +11,9 @@ __device__ __forceinline__ float silu_exact(float g) {
     return g * r;
 }
 
-// silu(g) * up with one special-function operation: h + h tanh(h), h = g / 2. tanh.approx has a relative error of 2^-11, so
-// the absolute error is at most |g up| 2^-12: one fp16 rounding of the product for g > 0, but much of the small value that
-// silu has at g < -3. The caller compares the largest |g up| of a row with its largest result.
+// silu(g) * up with one special-function operation: h + h tanh(h), h = g / 2. tanh.approx has a relative error of
+// 2^-11, so the absolute error is at most |g up| 2^-12: one fp16 rounding of the product for g > 0, but much of the
+// small value that silu has at g < -3. The caller compares the largest |g up| of a row with its largest result.
 __device__ __forceinline__ float silu_tanh_times(float g, float up) {
     const float h = 0.5f * g, product = h * up;
     float t;

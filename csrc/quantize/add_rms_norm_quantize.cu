@@ -82,7 +82,8 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_quantize_kernel(cons
     for (int i = 0; i < VECTORS; ++i) {
         const int column = 8 * (threadIdx.x + i * blockDim.x);
         kept[i] = load8(x, column, a.k);
-        if constexpr (kResidual) other[i] = load8(static_cast<const T*>(a.residual) + row * a.residual_stride, column, a.k);
+        if constexpr (kResidual)
+            other[i] = load8(static_cast<const T*>(a.residual) + row * a.residual_stride, column, a.k);
     }
     float v[8], squares = 0.0f;
     unsigned top = 0;

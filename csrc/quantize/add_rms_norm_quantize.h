@@ -10,7 +10,7 @@
 namespace quarot {
 
 // x and residual [rows, k], consecutive within a row; residual may be null.
-//   sum = x + residual, rounded to dtype (x itself without a residual); written to `sum` [rows, k] contiguous unless null
+//   sum = x + residual, rounded to dtype (x itself without a residual); written to `sum` [rows, k] contiguous, if given
 //   h = sum * (1 / sqrt(mean(sum^2) + eps)) in fp32; codes and scale of h as in quantize_per_token.h.
 cudaError_t add_rms_norm_quantize(const void* x, std::int64_t x_stride, const void* residual,
                                   std::int64_t residual_stride, DType dtype, std::int64_t rows, std::int64_t k,

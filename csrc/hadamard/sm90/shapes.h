@@ -1,8 +1,8 @@
-// The compiled shapes: X(MP, T, NS, NG, RING_KB), see shape.cuh for the letters. Per tile count T in rising
-// MP. One shape_<MP>x<T>.cu each.
+// The compiled shapes: X(MP, T, NS, NG, RING_KB), see shape.cuh for the letters. One shape_<MP>x<T>.cu each.
 //
-// NG x T x NS warpgroups share 64 K registers: 4 get 128 each, 3 get 168. Accumulators take MP / (2 NS), the A fragments
-// MP / 4. Several groups (NG) beat several warpgroups on one row wherever shared memory allows, since groups overlap.
+// NG x T x NS warpgroups share 64 K registers: 4 get 128 each, 3 get 168, 6 get 80. Accumulators take MP / (2 NS), the
+// A fragments MP / 4. Several groups (NG) beat several warpgroups on one row wherever shared memory allows, since the
+// phases of different groups overlap.
 #pragma once
 
 #include "hadamard/sm90/shape.cuh"

@@ -10,8 +10,8 @@ namespace quarot::sm90 {
 template <class S>
 cudaError_t launch_shape(const TransformArgs& args, bool silu, bool codes, bool bfloat16, cudaStream_t stream);
 
-// The fewest tiles whose padded m is at most 128, since fewer tiles mean more rows in flight on an SM (8192 as 128 x 64 is
-// faster than as 64 x 128, 14336 as 112 x 128 than as 56 x 256); beyond that the least matrix work.
+// The fewest tiles whose padded m is at most 128, since fewer tiles mean more rows in flight on an SM (8192 as 128 x 64
+// is faster than as 64 x 128, 14336 as 112 x 128 than as 56 x 256); beyond that the least matrix work.
 TransformPlan plan_transform(std::int64_t order, std::int64_t pow2) {
     TransformPlan best{0, 0, 0};
     double best_work = INFINITY;
@@ -34,8 +34,8 @@ cudaError_t launch_transform(const TransformPlan& plan, TransformArgs args, bool
     args.m = plan.m;
     args.n = plan.m * plan.tiles * 64;
     args.norm = static_cast<float>((plan.tiles == 1 ? 8.0 : 16.0) / std::sqrt(static_cast<double>(args.n)));
-#define LAUNCH(MP, T, NS, NG, RING_KB)     \
-    if (plan.padded_m == MP && plan.tiles == T)        \
+#define LAUNCH(MP, T, NS, NG, RING_KB)          \
+    if (plan.padded_m == MP && plan.tiles == T) \
         return launch_shape<Shape<MP, T, NS, NG, RING_KB>>(args, silu, codes, bfloat16, stream);
     QUAROT_TRANSFORM_SHAPES(LAUNCH)
 #undef LAUNCH

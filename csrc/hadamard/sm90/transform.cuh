@@ -1,4 +1,4 @@
-// [silu(gate) * up ->] H_b (x) H_m -> fp16/bf16, or absmax -> codes and scale: one pass over DRAM, tensor cores, sm_90a.
+// [silu(gate) * up ->] H_b, H_m -> fp16/bf16, or absmax -> codes and scale: one pass over DRAM, tensor cores, sm_90a.
 //
 // The design (NOTES.md has the counts): each group of warpgroups works on one token row by itself, several groups an SM
 // where shared memory allows, so that the copy, special-function, tensor and store phases of different rows overlap
@@ -13,153 +13,16 @@
 // A row whose values leave the safe fp16 range after stage 1 is redone with a power-of-two factor.
 #pragma once
 
-#include <cuda_bf16.h>
-
-#include <type_traits>
-
 #include "device/async_copy.cuh"
 #include "device/launch.cuh"
 #include "device/quantize_row.cuh"
 #include "device/reduce.cuh"
-#include "device/vec8.cuh"
-#include "hadamard/silu.cuh"
 #include "hadamard/sm90/shape.cuh"
+#include "hadamard/sm90/stage1.cuh"
 #include "hadamard/sm90/transform.h"
-#include "hadamard/sm90/warp_mma.cuh"
 #include "hadamard/sm90/wgmma.cuh"
 
 namespace quarot::sm90 {
-
-template <typename Element>
-__device__ __forceinline__ void unpack8(const uint4& raw, float (&v)[8]) {
-    const unsigned w[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        if constexpr (std::is_same_v<Element, __half>) {
-            const float2 f = __half22float2(*reinterpret_cast<const __half2*>(&w[i]));
-            v[2 * i] = f.x, v[2 * i + 1] = f.y;
-        } else {
-            v[2 * i] = __uint_as_float(w[i] << 16), v[2 * i + 1] = __uint_as_float(w[i] & 0xffff0000u);
-        }
-    }
-}
-
-template <typename Element>
-__device__ __forceinline__ std::uint32_t pack2(float lo, float hi) {
-    if constexpr (std::is_same_v<Element, __half>) return pack_half2(lo, hi);
-    const __nv_bfloat162 b = __floats2bfloat162_rn(lo, hi);
-    return *reinterpret_cast<const std::uint32_t*>(&b);
-}
-
-// A small integer in both halves of a word.
-__device__ __forceinline__ unsigned pair16(float x) {
-    const unsigned low = static_cast<unsigned>(static_cast<int>(x)) & 0xffffu;
-    return low | low << 16;
-}
-
-// Butterflies over the chunks of one lane: p[2 h + e] starts 64 h + 32 e elements after p[0].
-template <int CHUNKS>
-__device__ __forceinline__ void butterflies(float (&p)[CHUNKS][8]) {
-#pragma unroll
-    for (int bit = 1; bit < CHUNKS; bit *= 2)
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i)
-            if (!(i & bit))
-#pragma unroll
-                for (int j = 0; j < 8; ++j) {
-                    const float a = p[i][j], b = p[i | bit][j];
-                    p[i][j] = a + b, p[i | bit][j] = a - b;
-                }
-}
-
-// The lane, read anew where it is asked for.
-__device__ __forceinline__ int lane_id() {
-    int lane;
-    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
-    return lane;
-}
-
-// Where 16-byte chunk c of row m of X lies in its 128 bytes: the 8 rows of an ldmatrix hit different banks, and so do
-// the two rows that 8 neighbouring lanes of stage 1 write.
-__device__ __forceinline__ int swizzle(int m, int c) { return (c ^ ((m & 1) << 2 | (m >> 1 & 3))) << 4; }
-
-__device__ __forceinline__ std::uint32_t as_word(__half2 h) { return *reinterpret_cast<const std::uint32_t*>(&h); }
-
-// The larger of two non-negative halves, as fp32 bits.
-template <typename Element>
-__device__ __forceinline__ unsigned largest_half(std::uint32_t pair) {
-    const uint4 raw{pair, 0, 0, 0};
-    float v[8];
-    unpack8<Element>(raw, v);
-    return __float_as_uint(fmaxf(v[0], v[1]));
-}
-
-// Largest of `peak` and |a b|, each in two 16-bit halves.
-template <typename Element>
-__device__ __forceinline__ std::uint32_t max_abs_product(std::uint32_t peak, std::uint32_t a, std::uint32_t b) {
-    using Pair = std::conditional_t<std::is_same_v<Element, __half>, __half2, __nv_bfloat162>;
-    const auto pair = [](std::uint32_t w) { return *reinterpret_cast<const Pair*>(&w); };
-    const Pair top = __hmax2(pair(peak), __habs2(__hmul2(pair(a), pair(b))));
-    return *reinterpret_cast<const std::uint32_t*>(&top);
-}
-
-// p[0..7] of one chunk: the input, or silu(gate) * up.
-template <typename Element, bool kSilu>
-__device__ __forceinline__ void exact_values(const uint4& first, const uint4& second, float (&p)[8]) {
-    unpack8<Element>(first, p);
-    if constexpr (kSilu) {
-        float up[8];
-        unpack8<Element>(second, up);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) p[j] = silu_exact(p[j]) * up[j];
-    }
-}
-
-// The same with tanh.approx, good for rows in which `products` (the largest |gate * up|) does not tower above the results.
-template <typename Element, bool kSilu>
-__device__ __forceinline__ void fast_values(const uint4& first, const uint4& second, float (&p)[8],
-                                            std::uint32_t& products) {
-    unpack8<Element>(first, p);
-    if constexpr (kSilu) {
-        float up[8];
-        unpack8<Element>(second, up);
-#pragma unroll
-        for (int j = 0; j < 8; ++j) p[j] = silu_tanh_times(p[j], up[j]);
-        products = max_abs_product<Element>(products, first.x, second.x);
-        products = max_abs_product<Element>(products, first.y, second.y);
-        products = max_abs_product<Element>(products, first.z, second.z);
-        products = max_abs_product<Element>(products, first.w, second.w);
-    }
-}
-
-__device__ __forceinline__ void store_shared(std::uint32_t address, const std::uint32_t (&w)[4]) {
-    asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3])
-                 : "memory");
-}
-
-__device__ __forceinline__ uint4 load_shared(std::uint32_t address) {
-    uint4 v;
-    asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address)
-                 : "memory");
-    return v;
-}
-
-// Warp w of a warpgroup multiplies by rows 16 (w & 1) + rho(r) of H_32; columns 16 s + k are step s. As
-// (16 w + rho) & (16 s + k) = 16 (w & s) + (rho & k), each of these blocks is +- the block of H_16 below: the A fragment
-// of mma.m16n8k16. rho orders the rows so that after transpose8x8 each lane holds consecutive output columns.
-template <bool kCodes>
-__device__ __forceinline__ void h16_fragment(int lane, std::uint32_t magnitude, std::uint32_t (&a)[4]) {
-    const int g = lane >> 2;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {  // i & 1: rows + 8, i & 2: columns + 8
-        const int rho = kCodes ? 2 * g + (i & 1) : 4 * (g >> 1) + (g & 1) + 2 * (i & 1);
-        const int k = 2 * (lane & 3) + 4 * (i & 2);
-        const std::uint32_t lo = __popc(rho & k) & 1, hi = __popc(rho & (k + 1)) & 1;
-        a[i] = (magnitude | magnitude << 16) ^ (lo << 15 | hi << 31);
-    }
-}
 
 template <class S, bool kSilu, bool kCodes, typename Element>
 struct Transform {
@@ -169,8 +32,8 @@ struct Transform {
     static_assert(kSlots >= 1 && (kSlots & (kSlots - 1)) == 0, "slots are masked");
     static constexpr int kChunks = 2 * S::T;  // 16-byte chunks a lane has of a tile
     // fp16 values up to kLimit cannot overflow in H_32 (gain 32/8 or 32/16). A row with a value above it, or with none
-    // above kLive (where fp16 would lose digits), is redone; so is one with a |gate * up| of kTower times its largest value,
-    // where the error of tanh.approx would show.
+    // above kLive (where fp16 would lose digits), is redone; so is one with a |gate * up| of kTower times its largest
+    // value, where the error of tanh.approx would show.
     static constexpr float kLimit = S::T == 1 ? 16256.0f : 32512.0f;
     static constexpr float kLive = 0.0078125f, kTower = 16.0f;
 
@@ -180,9 +43,10 @@ struct Transform {
         unsigned peak[2], products[2];  // by row parity: the largest |value| of X and |gate * up|, as fp32 bits
     };
 
-    static __device__ void run(const TransformArgs& a, std::uint8_t* dynamic, Group* groups, std::uint64_t* table_full) {
-        // A reduction leaves its result in a uniform register: everything derived from it is known to be the same in all
-        // lanes, which makes issuing copies several times cheaper.
+    static __device__ __forceinline__ void run(const TransformArgs& a, std::uint8_t* dynamic, Group* groups,
+                                               std::uint64_t* table_full) {
+        // A reduction leaves its result in a uniform register: the compiler then knows that what is derived from it is
+        // the same in all lanes, which makes issuing copies several times cheaper.
         const int cta_warp = static_cast<int>(__reduce_max_sync(kFullWarp, threadIdx.x >> 5));
         const int group_index = cta_warp / S::kWarps, warp = cta_warp % S::kWarps;
         const int thread = threadIdx.x % S::kGroupThreads, lane = threadIdx.x & 31;
@@ -210,10 +74,13 @@ struct Transform {
             bulk_load(table, a.table, S::kTableBytes, shared_address(table_full));
         }
         // Rows of X beyond m meet zeros of the table, but must be finite.
-        for (int i = thread; i < S::T * (S::MP - a.m) * 8; i += S::kGroupThreads) {
-            const int h = i / ((S::MP - a.m) * 8), rest = i % ((S::MP - a.m) * 8);
-            store_shared(x_shared + (h * S::MP + a.m) * 128 + rest * 16, {0, 0, 0, 0});
-        }
+        const auto clear_padding = [&] {
+            for (int i = thread; i < S::T * (S::MP - a.m) * 8; i += S::kGroupThreads) {
+                const int h = i / ((S::MP - a.m) * 8), rest = i % ((S::MP - a.m) * 8);
+                store_shared(x_shared + (h * S::MP + a.m) * 128 + rest * 16, {0, 0, 0, 0});
+            }
+        };
+        clear_padding();
         __syncthreads();
         pdl_wait();
 
@@ -243,28 +110,30 @@ struct Transform {
 
         int turn = 0, parity = 0;  // turn: tiles that this warp has taken
         for (int row = first_row; row < a.rows; row += row_step, parity ^= 1) {
-            // ---- stage 1: input -> X. This lane has, of row 8 tile + lane / 4, chunks c = lane % 4 and c + 4 of each 64 columns. Odd rows take
-            // c + 4 first (bank conflicts); their differences come out negated.
+            // ---- stage 1: input -> X. This lane has, of row 8 tile + lane / 4, chunks c = lane % 4 and c + 4 of each
+            // 64 columns. Odd rows take c + 4 first (bank conflicts); their differences come out negated.
             const int own = lane_id();  // read again for each row: what follows need not stay in registers
             const int chunk_m = own >> 2, chunk_c = own & 3;
             const std::uint32_t negate = (chunk_m & 1) * 0x80008000u;
             const int first_chunk = (chunk_c + 4 * (chunk_m & 1)) * 16;
             const std::uint32_t x_lane = x_shared + chunk_m * 128;
             const auto store_chunks = [&](int tile, const float(&p)[kChunks][8], __half2& peak) {
-    #pragma unroll
+#pragma unroll
                 for (int i = 0; i < kChunks; ++i) {
                     std::uint32_t packed[4];
-    #pragma unroll
+#pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         packed[j] = pack_half2(p[i][2 * j], p[i][2 * j + 1]);
                         peak = __hmax2(peak, __habs2(*reinterpret_cast<const __half2*>(&packed[j])));
                         if (i & 1) packed[j] ^= negate;
                     }
-                    store_shared(x_lane + (i / 2) * S::MP * 128 + tile * 1024 + swizzle(chunk_m, chunk_c + 4 * (i & 1)), packed);
+                    const int chunk = swizzle(chunk_m, chunk_c + 4 * (i & 1));
+                    store_shared(x_lane + (i / 2) * S::MP * 128 + tile * 1024 + chunk, packed);
                 }
             };
             __half2 peak = __half2half2(__ushort_as_half(0));
             std::uint32_t products = 0;
+            if constexpr (kCodes && S::kStaged) clear_padding();  // codes of the row before lie there
             for (int tile = warp; tile < tiles; tile += S::kWarps, ++turn) {
                 const int slot = turn & (kSlots - 1);
                 mbarrier_wait(full + 8 * slot, (turn / kSlots) & 1);
@@ -397,14 +266,17 @@ struct Transform {
                 }
                 unsigned top = __reduce_max_sync(kFullWarp, max(abs_bits(top0), abs_bits(top1)));
                 if (lane == 0) group.top[warp] = top;
-                named_barrier(barrier, S::kGroupThreads);  // X is free, too
+                named_barrier(barrier, S::kGroupThreads);  // X has been read, too
                 top = __reduce_max_sync(kFullWarp, lane < S::kWarps ? group.top[lane] : 0u);
                 const RowQuantizer q =
                     row_quantizer(__uint_as_float(top) * a.norm * factor_inverse, a.clip_over_qmax, a.bits);
                 if (thread == 0) a.scale[row] = q.scale;
                 const float inverse = q.inverse * factor_inverse * a.norm;
                 const unsigned lo = pair16(q.lo), hi = pair16(q.hi);
-                char* y = static_cast<char*>(a.y) + static_cast<std::int64_t>(row) * a.n + column;
+                std::uint8_t* y = static_cast<std::uint8_t*>(a.y) + static_cast<std::int64_t>(row) * a.n;
+                // Lanes hold pieces of 4 bytes in 8 rows of 64 T: staged through X, they leave as whole lines.
+                constexpr int kPitch = 64 * S::T + 16;  // 16: the 8 rows of a store hit different banks
+                const std::uint32_t staged = x_shared + m_first * kPitch + tile_h * 64 + 16 * w + 4 * (out_lane & 3);
 #pragma unroll
                 for (int j = 0; j < S::N / 8; ++j) {
                     unsigned e[4];
@@ -413,7 +285,17 @@ struct Transform {
                     const unsigned even = __vmaxs2(__vmins2(__byte_perm(e[0], e[2], 0x5410), hi), lo);
                     const unsigned odd = __vmaxs2(__vmins2(__byte_perm(e[1], e[3], 0x5410), hi), lo);
                     const unsigned codes = transpose8x8(__byte_perm(even, odd, 0x6420));
-                    if (m_first + 8 * j < a.m) *reinterpret_cast<unsigned*>(y + j * 512 * S::T) = codes;
+                    if constexpr (S::kStaged)
+                        store_shared(staged + j * 8 * kPitch, codes);  // rows beyond m as well: they fit
+                    else if (m_first + 8 * j < a.m)
+                        *reinterpret_cast<unsigned*>(y + column + j * 512 * S::T) = codes;
+                }
+                if constexpr (S::kStaged) {
+                    named_barrier(barrier, S::kGroupThreads);
+                    for (int i = thread; i < a.m * 4 * S::T; i += S::kGroupThreads)
+                        reinterpret_cast<uint4*>(y)[i] =
+                            load_shared(x_shared + i / (4 * S::T) * kPitch + i % (4 * S::T) * 16);
+                    named_barrier(barrier, S::kGroupThreads);  // X is free again
                 }
             } else {
                 const float norm = a.norm * factor_inverse;
