@@ -41,6 +41,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, help="seeds 0 .. n-1 for every setting, in place of its own count")
     parser.add_argument("--windows", type=int, help="evaluate only this many windows")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=JSON", help="a field of QuarotConfig, for every setting"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=8, help="windows evaluated at once on a GPU")
     parser.add_argument("--dtype", default="float32")
@@ -61,10 +64,15 @@ def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any)
     if setting.rotate is not None:
         quarot.rotate_model(model, seed=seed, progress=False, **setting.rotate)
     if setting.quantize is not None:
-        fields = {"seed": seed, "calibration_samples": options.samples, **setting.quantize}
+        fields = {"seed": seed, "calibration_samples": options.samples, **setting.quantize, **_overrides(options)}
         text = Path(options.calibration)
         quarot.quantize_model(model, tokenizer=tokenizer, calibration=text, progress=False, **fields)
     return model
+
+
+def _overrides(options: argparse.Namespace) -> dict[str, Any]:
+    pairs = (entry.partition("=") for entry in options.set)
+    return {name: json.loads(value) for name, _, value in pairs}
 
 
 def retargeted(model: Any, name: str) -> Any:
@@ -93,6 +101,7 @@ def row_of(
         "ppl": round(result.ppl, 4),
         "windows": result.windows,
         "text": Path(file).name,
+        **({"fields": _overrides(options)} if options.set else {}),
         "eval_s": round(time.time() - start, 1),
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
