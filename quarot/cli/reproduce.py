@@ -72,6 +72,7 @@ def run(options: argparse.Namespace) -> int:
         batch_size=options.batch_size,
         progress=not options.quiet,
         tasks=tasks,
+        model=options.model,
     )
     shown = markdown(options.table, table, reproduction.run(options.seeds), paper_model(options.model))
     (options.out / f"{options.table}.md").write_text(shown + "\n", encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -31,6 +32,7 @@ class Reproduction:
         batch_size: windows at once.
         progress: show progress bars.
         tasks: JSON-lines files of a zero-shot table.
+        model: its name; rows of other models in ``out`` are left alone.
     """
 
     def __init__(
@@ -50,28 +52,33 @@ class Reproduction:
         batch_size: int = 1,
         progress: bool = True,
         tasks: dict[str, Path] | None = None,
+        model: str = "",
     ) -> None:
         self.name, self.table, self.load, self.tokenizer = name, table, load, tokenizer
         self.text, self.calibration, self.out = text, calibration, out
         self.windows, self.window, self.samples, self.length = windows, window, samples, length
         self.batch_size, self.progress, self.tasks = batch_size, progress, tasks
+        self.common: Row = {
+            "table": name, "model": model, "text": _digest(text), "calibration": _digest(calibration),
+            "window": window, "windows_asked": windows, "samples": samples, "length": length,
+        }  # fmt: skip
         self.rows: list[Row] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
 
     def run(self, seeds: int = 1) -> list[Row]:
-        """Run what is missing; each row is saved as soon as it is measured."""
+        """Run what is missing; each row is saved as soon as it is measured. Returns the rows of these settings."""
         for experiment in self.table.experiments:
             for seed in range(seeds if experiment.random else 1):
                 key = self._key(experiment, seed)
-                if not any(all(row.get(name) == value for name, value in key.items()) for row in self.rows):
+                if not any(_matches(row, key) for row in self.rows):
                     if self.progress:
                         print(f"{self.name}: {experiment.setting}, seed {seed}", flush=True)
                     self.rows.append({**key, **self._measure(experiment, seed), "date": _now()})
                     self._save()
-        return self.rows
+        return [row for row in self.rows if _matches(row, self.common)]
 
     def _key(self, experiment: Experiment, seed: int) -> Row:
-        key = {"table": self.name, "setting": experiment.setting, "seed": seed, "window": self.window}
-        return {**key, "windows_asked": self.windows, "samples": self.samples, "length": self.length}
+        """Everything that a row's figures depend on."""
+        return {"setting": experiment.setting, "seed": seed, **self.common}
 
     def _measure(self, experiment: Experiment, seed: int) -> Row:
         """The figures of one row, or why there are none: a setting that does not fit the model is skipped."""
@@ -145,6 +152,14 @@ def markdown(name: str, table: Table, rows: list[Row], model: str | None) -> str
             mean = sum(values) / len(values)
             lines.append(f"| {experiment.setting} | {mean:.4g} | {len(values)} | {spread} | {shown_paper} |")
     return "\n".join(lines)
+
+
+def _matches(row: Row, key: Row) -> bool:
+    return all(row.get(name) == value for name, value in key.items())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _now() -> str:

@@ -70,3 +70,13 @@ def test_what_does_not_fit_is_skipped_with_its_reason(tiny_model, tmp_path):
     assert rows[0]["ppl"] is None
     assert "100" in rows[0]["skipped"]
     assert "skipped:" in markdown("t", table, rows, None)
+
+
+def test_rows_of_another_model_or_text_are_not_taken_for_its_own(tiny_model, tmp_path):
+    table, out = Table("Title", (Experiment("full", None),)), tmp_path / "t.json"
+    ours = reproduction(tiny_model, out, table, model="a").run()
+    other = reproduction(tiny_model, out, table, model="b").run()
+    shorter = reproduction(tiny_model, out, table, model="a", windows=1).run()
+    assert [len(rows) for rows in (ours, other, shorter)] == [1, 1, 1]
+    assert len(json.loads(out.read_text())) == 3
+    assert reproduction(tiny_model, out, table, model="a").run() == ours
