@@ -117,7 +117,10 @@ class QuantKVLayer(CacheLayerMixin):
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)
         try:
             return torch.empty(shape, dtype=torch.uint8, device=self.device)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
+            # CPUs have no exception of their own for it; any other failure of a GPU must not pass for this one.
+            if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
+                raise
             have = 0 if self.pool is None else self.pool.numel()
             raise torch.OutOfMemoryError(
                 f"QuantKVCache: no memory on {self.device} for {pages} pages of {self.table.page_size} tokens a layer "
@@ -274,7 +277,7 @@ class QuantKVCache(Cache):
             if not layer.is_initialized:
                 layer.lazy_initialization(key_states, value_states)
             layer.check(key_states, value_states)
-        except ValueError:
+        except Exception:
             self.failed()
             raise
         handle = KVHandle(self, layer, key_states, value_states)
