@@ -27,7 +27,7 @@ def calibration_windows(calibration: Any, tokenizer: Any, *, samples: int, lengt
         ValueError: nothing to draw from, or fewer than ``length + 1`` tokens.
         TypeError: a kind of calibration data that is not listed above, or text without a tokenizer.
     """
-    if isinstance(calibration, torch.Tensor) and calibration.dim() == 2:
+    if isinstance(calibration, torch.Tensor) and calibration.dim() == 2 and not calibration.is_floating_point():
         if not calibration.numel():
             raise ValueError(f"calibration ids of shape {tuple(calibration.shape)} hold no tokens")
         return calibration.long().cpu()
@@ -48,7 +48,8 @@ def _token_ids(calibration: Any, tokenizer: Any) -> torch.Tensor:
     if isinstance(calibration, torch.Tensor):
         if calibration.dim() != 1 or calibration.is_floating_point():
             raise TypeError(
-                f"calibration ids must be integers of shape [n] or [windows, length], got {calibration.shape}"
+                f"calibration ids must be integers of shape [n] or [windows, length], got"
+                f" {calibration.dtype} {tuple(calibration.shape)}"
             )
         return calibration.long().cpu()
     text = _text(calibration)
