@@ -96,8 +96,9 @@ def perplexity(
         batches = list(windows.split(batch_size))
         for batch in progress_bar(batches, "perplexity", progress):
             losses += _window_losses(model, batch.to(device)).tolist()
-            if not math.isfinite(sum(losses[-len(batch) :])):
-                raise FloatingPointError(f"the loss of window {len(losses) - 1} is {losses[-1]}: the model overflows")
+            wrong = [i for i in range(len(losses) - len(batch), len(losses)) if not math.isfinite(losses[i])]
+            if wrong:
+                raise FloatingPointError(f"the loss of window {wrong[0]} is {losses[wrong[0]]}: the model overflows")
     finally:
         model.train(training)
     nll = sum(losses) / count
