@@ -103,7 +103,7 @@ class QuarotConfig(QuantizationConfigMixin):
     resampling_rounds: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ignore", list(self.ignore))
+        object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else list(self.ignore))
         self._one_of("quant_method", ("quarot",))
         self._one_of("w_bits", _W_BITS)
         self._one_of("w_method", ("gptq", "rtn"))
@@ -130,6 +130,10 @@ class QuarotConfig(QuantizationConfigMixin):
             "format_version",
         ):
             self._positive(name)
+        if not isinstance(self.w_symmetric, bool) or not isinstance(self.w_clip, bool):
+            raise ValueError(f"w_symmetric={self.w_symmetric!r} and w_clip={self.w_clip!r} must be True or False")
+        if self.tune_seconds is not None and not self.tune_seconds > 0:
+            raise ValueError(f"tune_seconds={self.tune_seconds!r} must be positive, or None for no limit")
         for pattern, values in self.overrides.items():
             self._compile(pattern)
             unknown = sorted(set(values) - set(_OVERRIDABLE))

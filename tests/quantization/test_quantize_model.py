@@ -190,6 +190,16 @@ def test_ignore_and_overrides(tiny_model: Callable[..., nn.Module]) -> None:
     assert model.model.layers[0].mlp.up_proj.w_bits == 4
 
 
+def test_one_name_to_ignore_is_a_name() -> None:
+    assert QuarotConfig(ignore="lm_head").ignores("lm_head")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fields", [{"w_symmetric": "no"}, {"w_clip": 1}, {"tune_seconds": -1.0}])
+def test_fields_of_the_wrong_kind_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))):
+        QuarotConfig(**fields)
+
+
 def test_lm_head_when_asked_for(tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor) -> None:
     model = rotated(tiny_model("llama"))
     reference = logits(model, token_ids)
