@@ -74,6 +74,15 @@ def test_an_unrotated_model_is_refused_untouched(tiny_model: Callable[..., nn.Mo
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+def test_the_best_preset_is_better_than_the_paper(rotated: nn.Module) -> None:
+    paper = quantize_model(copy.deepcopy(rotated), **FIELDS)
+    shorter = {"rotation_steps": 40, "tune_steps": 40, "tune_learning_rate": 0.01}
+    best = quantize_model(copy.deepcopy(rotated), preset="best", **shorter, **FIELDS)
+    assert divergence(best, rotated) < 0.7 * divergence(paper, rotated)
+    size = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in (paper, best)]
+    assert size[0] == size[1]
+
+
 def test_nothing_is_learned_where_only_weights_are_rounded(rotated: nn.Module) -> None:
     model = quantize_model(rotated, a_bits=16, rotation_steps=2, w_method="rtn", **FIELDS)
     assert "refined" not in str(model.config.quantization_config.rotation["notes"])
