@@ -131,7 +131,10 @@ class FusedDecoder:
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if use_cache and past_key_values is None:
             quantizes = getattr(self.layers[0].attention, "quarot_kv_format", None) is not None
-            past_key_values = QuantKVCache(self.config) if quantizes else DynamicCache(config=self.config)
+            # Nobody said what the cache is for: logits are those of the quantised model, as without a cache.
+            past_key_values = (
+                QuantKVCache(self.config, prefill="quantized") if quantizes else DynamicCache(config=self.config)
+            )
         if position_ids is None:
             past = 0 if past_key_values is None else past_key_values.get_seq_length()
             position_ids = (torch.arange(shape[1], device=self.embed.weight.device) + past)[None]  # type: ignore[arg-type]

@@ -58,6 +58,31 @@ def test_generate_makes_a_packed_cache(quantized_model, token_ids):
         assert isinstance(model(token_ids, past_key_values=DynamicCache()).past_key_values, DynamicCache)
 
 
+@torch.no_grad()
+def test_a_forward_means_the_same_however_it_is_called(quantized_model, logits, token_ids):
+    model = quantized_model()
+    expected = logits(model, token_ids)
+    torch.testing.assert_close(model(token_ids).logits, expected)
+    torch.testing.assert_close(model(token_ids, torch.ones_like(token_ids)).logits, expected)
+    inner = model.model(input_ids=token_ids, use_cache=True).last_hidden_state
+    torch.testing.assert_close(model.lm_head(inner), expected)
+
+
+@torch.no_grad()
+def test_an_interrupt_leaves_the_cache_as_it_was(quantized_model, token_ids, monkeypatch):
+    model = quantized_model()
+    cache = QuantKVCache(model.config)
+    model(token_ids, past_key_values=cache)
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache.layers[1], "store", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(token_ids, past_key_values=cache)
+    assert cache.get_seq_length() == token_ids.shape[1]
+
+
 def test_forward_without_cache_measures_the_rounded_cache(family, quantized_model, logits, token_ids):
     model = quantized_model(family, k_bits=2, v_bits=3)
     alone = logits(model, token_ids)
