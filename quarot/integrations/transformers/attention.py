@@ -87,7 +87,7 @@ def cached_attention(
         if cache.offloads:
             layer.offload()
         return out
-    except Exception:
+    except BaseException:  # an interrupt, too, leaves a token without its codes
         cache.failed()
         raise
 
