@@ -68,7 +68,7 @@ def _single(shape: Shape, layer: str, m: int) -> Iterator[Row]:
     moved, times = moved_bytes(m, n, k), replays(m, n, k)
     us = measure(gemm(m, n, k), moved, replays=times)
     peers = {"cublas_fp16": measure(cublas_fp16(m, n, k), 2 * (m * k + n * k + m * n), replays=times)}
-    if m > 16:
+    if 16 < m <= 4096:
         peers["int_mm"] = measure(int_mm(m, n, k), m * k + n * k + 4 * m * n, replays=times)
     if torch.cuda.get_device_capability() >= (8, 9):
         peers["fp8_rowwise"] = measure(fp8_rowwise(m, n, k), m * k + n * k + 2 * m * n, replays=times)
