@@ -1,7 +1,7 @@
 """Choosing the seed of a random rotation by what it costs on calibration text.
 
 R1's random signs decide how well the outliers of one particular model are spread; at 4 bits and round to nearest, seeds
-differ by several per cent in perplexity. A seed is judged quickly: rotate, round to nearest at the bits that are wanted,
+R1's random signs decide how well the outliers of one model are spread; at 4 bits and round to nearest, seeds
 and take the perplexity of a few calibration windows.
 """
 
