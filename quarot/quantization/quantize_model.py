@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -66,13 +67,16 @@ def quantize_model(
     Raises:
         NotImplementedError: a family that is not supported, or tuning a mixture of experts.
         ValueError: already quantised, widths or groups that do not fit (naming the layer), no or too little calibration
-            text, NaN weights (naming the layer), or a ``resume_dir`` of another run. The model is untouched in all but
-            the NaN case.
+            text, NaN weights (naming the layer), or a ``resume_dir`` of another run. What the model computes is
+            untouched in all but the NaN case. That, running out of memory, or an interrupt leaves it half quantised:
+            load it again (and use ``resume_dir`` to keep what is finished).
     """
     record = architecture_of(model)
     config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
     config = config.replace(rotation=_rotation_of(model, config))
     configs = selected(model, record, config)
+    if isinstance(calibration, Iterator):
+        calibration = list(calibration)  # it may be drawn from twice
     if record.experts is not None:
         if config.w_method == "gptq" and config.w_bits < 16:
             logger.warning("experts are rounded to nearest: GPTQ would need more tokens than each of them sees")
@@ -83,14 +87,16 @@ def quantize_model(
     where = None if device is None else torch.device(device)
     training = model.training
     model.eval()
-    if windows is not None and configs and (config.tune_steps or config.rotation_steps):
-        samples, length = config.training_samples, config.calibration_length
-        material = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed + 1)
-        config, clips = _quantize_and_train(model, configs, windows, material, store, config, where, progress)
-    else:
-        clips = _quantize_layers(model, configs, windows, store, config, where, progress)[0]
-    model.train(training)
-    forget_rounders()
+    try:
+        if windows is not None and configs and (config.tune_steps or config.rotation_steps):
+            samples, length = config.training_samples, config.calibration_length
+            material = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed + 1)
+            config, clips = _quantize_and_train(model, configs, windows, material, store, config, where, progress)
+        else:
+            clips = _quantize_layers(model, configs, windows, store, config, where, progress)[0]
+    finally:
+        model.train(training)
+        forget_rounders()
     overrides = {
         re.escape(name): {**config.overrides.get(re.escape(name), {}), "a_clip": c} for name, c in clips.items()
     }
