@@ -48,20 +48,24 @@ class DecodeStep:
         batch, cache, step = ids.shape[0], self.cache, self.step
         if not self.whole or not enabled(ids.device) or torch.cuda.is_current_stream_capturing():
             return None
-        for pages in cache.layers:
-            pages.make_room(step)
-        graph = graph_for(fused, cache, step._replace(copies=None), batch)
-        if graph is None:
-            return None
-        graph.load(ids, position_ids, step)
-        return graph.run().clone()
+        try:
+            for pages in cache.layers:
+                pages.make_room(step)
+            graph = graph_for(fused, cache, step._replace(copies=None), batch)
+            if graph is None:
+                return None
+            graph.load(ids, position_ids, step)
+            return graph.run().clone()
+        except BaseException:
+            cache.failed()
+            raise
 
     def run(self, fused: FusedDecoder, hidden: Tensor, position_ids: Tensor) -> Tensor:
         """[B, 1, hidden] embeddings to the normalised output of the last layer."""
         try:
             cos, sin = fused.rotary(hidden, position_ids=position_ids)
             return fused.run_layers(hidden, self.attend(cos.flatten(0, 1), sin.flatten(0, 1)))
-        except Exception:
+        except BaseException:  # an interrupt, too, leaves a token without its codes
             self.cache.failed()
             raise
 

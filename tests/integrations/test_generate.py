@@ -81,6 +81,11 @@ def test_an_interrupt_leaves_the_cache_as_it_was(quantized_model, token_ids, mon
     with pytest.raises(KeyboardInterrupt):
         model(token_ids, past_key_values=cache)
     assert cache.get_seq_length() == token_ids.shape[1]
+    monkeypatch.undo()
+    monkeypatch.setattr("quarot.runtime.decode_step.rope_kv_append", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(token_ids[:, :1], past_key_values=cache)
+    assert cache.get_seq_length() == token_ids.shape[1]
 
 
 def test_forward_without_cache_measures_the_rounded_cache(family, quantized_model, logits, token_ids):
