@@ -29,11 +29,13 @@ class QuarotConfig(QuantizationConfigMixin):
         w_symmetric: symmetric codes ``-2^(b-1) .. 2^(b-1)-1`` (the paper), or asymmetric with a zero point.
         w_clip: search each scale's clip ratio over the squared error (the paper), or use the plain range.
         a_bits: activation bits per token, 4, 6 or 8; 16 leaves activations in the model's dtype.
-        a_clip: constant clip ratio of the activations (the paper: 0.9).
+        a_clip: constant clip ratio of the activations. Default: the paper's 0.9, and 1.0 at 8 bits, whose finer grid
+            loses more by clipping than it gains.
         a_group_size: inputs that share one activation scale; None = one per token (the paper).
         k_bits, v_bits: bits of cached keys and values: 2, 3, 4, 8, or 16 for none.
         kv_group_size: channels of a head that share one scale and offset; reduced to head_dim where that is smaller.
-        kv_clip: constant clip ratio of keys and values (the paper: 0.95).
+        kv_clip: constant clip ratio of keys and values. Default: the paper's 0.95, and 1.0 where both have
+            8 bits or more.
         gptq_damping: fraction of the mean Hessian diagonal added to it; grows tenfold until the factorisation succeeds.
         gptq_act_order: quantise input columns by falling Hessian diagonal.
         gptq_block_size: columns between two lazy updates.
@@ -73,12 +75,12 @@ class QuarotConfig(QuantizationConfigMixin):
     w_symmetric: bool = True
     w_clip: bool = True
     a_bits: int = 4
-    a_clip: float = 0.9
+    a_clip: float = None  # type: ignore[assignment]  # chosen by a_bits in __post_init__
     a_group_size: int | None = None
     k_bits: int = 4
     v_bits: int = 4
     kv_group_size: int = 128
-    kv_clip: float = 0.95
+    kv_clip: float = None  # type: ignore[assignment]  # chosen by the bits in __post_init__
     gptq_damping: float = 0.01
     gptq_act_order: bool = False
     gptq_block_size: int = 128
@@ -110,6 +112,10 @@ class QuarotConfig(QuantizationConfigMixin):
         self._one_of("a_bits", _A_BITS)
         self._one_of("k_bits", _KV_BITS)
         self._one_of("v_bits", _KV_BITS)
+        if self.a_clip is None:
+            object.__setattr__(self, "a_clip", 1.0 if self.a_bits == 8 else 0.9)
+        if self.kv_clip is None:
+            object.__setattr__(self, "kv_clip", 1.0 if min(self.k_bits, self.v_bits) >= 8 else 0.95)
         for name in ("a_clip", "kv_clip"):
             self._in_range(name, 0.0, 1.0)
         self._in_range("gptq_damping", 0.0, 1.0)

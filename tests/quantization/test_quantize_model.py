@@ -266,3 +266,11 @@ def test_cache_only_keeps_the_weights(tiny_model: Callable[..., nn.Module]) -> N
     quantize_model(model, w_bits=16, a_bits=16)
     assert not any(isinstance(m, QuantLinear) for m in model.modules())
     assert model.config.quantization_config.k_bits == 4
+
+
+def test_clip_ratios_follow_the_bits_unless_given():
+    assert QuarotConfig().a_clip == 0.9 and QuarotConfig().kv_clip == 0.95
+    eight = QuarotConfig(a_bits=8, k_bits=8, v_bits=8)
+    assert eight.a_clip == eight.kv_clip == 1.0
+    assert QuarotConfig(a_bits=8, a_clip=0.9).a_clip == 0.9
+    assert QuarotConfig(k_bits=4, v_bits=8).kv_clip == 0.95
