@@ -52,7 +52,7 @@ DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
     DecodePlan plan{};
     plan.tiles = (s.tokens * (s.query_heads / s.kv_heads) + kTileRows - 1) / kTileRows;
     const int columns = s.batch * s.kv_heads * plan.tiles;
-    int per_sm = 2, stage_tokens = kBlockTokens;
+    int per_sm = 3, stage_tokens = kBlockTokens;
     if (v) {
         // One large CTA an SM while there are few items (batch 1 is bound by latency), small ones once items share SMs:
         // they even out the last wave.

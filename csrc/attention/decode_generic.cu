@@ -25,30 +25,46 @@ __device__ void fill_addresses(std::uint16_t* table, const KVFormat& f, Side sid
 // on become 0. `high`: addresses of the 1-bit plane of 3 bits.
 __device__ void dequantize_block(float* out, const std::uint8_t* block, const KVFormat& f, Side side,
                                  const std::uint16_t* low, const std::uint16_t* high, bool bf16, int tokens) {
-    const int bits = f.bits(side), width = bits == 3 ? 2 : bits, group = f.group(side);
+    const int bits = f.bits(side), width = bits == 3 ? 2 : bits, dims = f.head_dim;
     const std::uint8_t* codes = block + f.code_offset(side);
-    const auto* params = reinterpret_cast<const __half2*>(block + f.param_offset(side));
-    for (int token = 0; token < kBlockTokens; ++token) {
-        for (int dim = threadIdx.x; dim < f.head_dim; dim += kThreads) {
-            const int index = token * f.head_dim + dim, address = low[index];
-            float x = 0.0f;
-            if (token < tokens && bits == 16) {
-                const unsigned short raw = *reinterpret_cast<const unsigned short*>(codes + address / 8);
-                x = bf16 ? __uint_as_float(static_cast<unsigned>(raw) << 16) : __half2float(__ushort_as_half(raw));
-            } else if (token < tokens) {
-                unsigned code = codes[address / 8] >> (address % 8) & ((1u << width) - 1);
-                if (bits == 3) code |= (codes[4 * f.head_dim + high[index] / 8] >> (high[index] % 8) & 1u) << 2;
-                const float2 sb = __half22float2(params[kBlockTokens * (dim / group) + token]);
-                x = static_cast<float>(code) * sb.x + sb.y;
-            }
-            out[token * (f.head_dim + 1) + dim] = x;
+    // Threads are dims, as many tokens side by side as fit.
+    const int step = kThreads / dims, dim = threadIdx.x % dims, first = threadIdx.x / dims;
+    if (first >= step) return;
+    const auto* params = reinterpret_cast<const __half2*>(block + f.param_offset(side)) +
+                         (bits == 16 ? 0 : kBlockTokens * (dim / f.group(side)));
+    const unsigned mask = (1u << width) - 1;
+#pragma unroll 4
+    for (int token = first; token < kBlockTokens; token += step) {
+        const int index = token * dims + dim, address = low[index];
+        float x = 0.0f;
+        if (token < tokens && bits == 16) {
+            const unsigned short raw = *reinterpret_cast<const unsigned short*>(codes + address / 8);
+            x = bf16 ? __uint_as_float(static_cast<unsigned>(raw) << 16) : __half2float(__ushort_as_half(raw));
+        } else if (token < tokens) {
+            unsigned code = codes[address / 8] >> (address % 8) & mask;
+            if (bits == 3) code |= (codes[4 * dims + high[index] / 8] >> (high[index] % 8) & 1u) << 2;
+            const float2 sb = __half22float2(params[token]);
+            x = static_cast<float>(code) * sb.x + sb.y;
         }
+        out[token * (dims + 1) + dim] = x;
     }
+}
+
+// A block of the pool into shared memory, asynchronously, by all threads.
+__device__ __forceinline__ void fetch_block(std::uint8_t* target, const DecodeParams& p, const KVFormat& f,
+                                            const Work& work, int kv_head, int stage) {
+    const int id = p.page_table[static_cast<std::int64_t>(work.sequence) * p.max_pages + stage / p.page_blocks];
+    const std::int64_t page = min(max(id, 0), p.num_pages - 1);
+    const std::uint8_t* source =
+        p.pool + ((page * p.kv_heads + kv_head) * p.page_blocks + stage % p.page_blocks) * f.block_bytes();
+    const auto base = static_cast<std::uint32_t>(__cvta_generic_to_shared(target));
+    for (int i = 16 * threadIdx.x; i < f.block_bytes(); i += 16 * kThreads)
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(base + i), "l"(source + i) : "memory");
 }
 
 struct GenericShared {
     float *query, *keys, *values, *score, *scratch;
-    std::uint8_t* block;
+    std::uint8_t* block[2];
     std::uint16_t* addresses[2][2];  // side, plane
     int bytes;
 
@@ -59,7 +75,7 @@ struct GenericShared {
             at += (size + 15) / 16 * 16;
             return p;
         };
-        block = take(f.block_bytes());
+        block[0] = take(f.block_bytes()), block[1] = take(f.block_bytes());
         query = reinterpret_cast<float*>(take(4 * kTileRows * f.head_dim));
         keys = reinterpret_cast<float*>(take(4 * kBlockTokens * (f.head_dim + 1)));
         values = reinterpret_cast<float*>(take(4 * kBlockTokens * (f.head_dim + 1)));
@@ -117,24 +133,25 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
         for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
         const int first_end = work.length - p.tokens + 1;
+        if (work.first < work.last) fetch_block(s.block[0], p, f, work, kv_head, work.first);
         for (int stage = work.first; stage < work.last; ++stage) {
-            const int id =
-                p.page_table[static_cast<std::int64_t>(work.sequence) * p.max_pages + stage / p.page_blocks];
-            const std::int64_t page = min(max(id, 0), p.num_pages - 1);
-            const auto* block = reinterpret_cast<const uint4*>(
-                p.pool + ((page * p.kv_heads + kv_head) * p.page_blocks + stage % p.page_blocks) * f.block_bytes());
             const int tokens = min(kBlockTokens, work.length - stage * kBlockTokens);
-            for (int i = threadIdx.x; i < f.block_bytes() / 16; i += kThreads)
-                reinterpret_cast<uint4*>(s.block)[i] = __ldcg(block + i);
+            std::uint8_t* current = s.block[(stage - work.first) % 2 ? 1 : 0];
+            asm volatile("cp.async.wait_all;" ::: "memory");
             __syncthreads();
-            dequantize_block(s.keys, s.block, f, Side::kKey, s.addresses[0][0], s.addresses[0][1], bf16, tokens);
-            dequantize_block(s.values, s.block, f, Side::kValue, s.addresses[1][0], s.addresses[1][1], bf16, tokens);
+            if (stage + 1 < work.last) fetch_block(s.block[(stage - work.first) % 2 ? 0 : 1], p, f, work, kv_head, stage + 1);
+            dequantize_block(s.keys, current, f, Side::kKey, s.addresses[0][0], s.addresses[0][1], bf16, tokens);
+            dequantize_block(s.values, current, f, Side::kValue, s.addresses[1][0], s.addresses[1][1], bf16, tokens);
             __syncthreads();
             {  // warp = query row, two lanes a token
                 const int token = lane / 2, position = stage * kBlockTokens + token;
-                float dot = 0.0f;
-                for (int i = lane % 2; i < dims; i += 2)
-                    dot += s.query[warp * dims + i] * s.keys[token * (dims + 1) + i];
+                float dots[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+                for (int i = lane % 2; i < dims; i += 8) {  // head_dim is a multiple of 16
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        dots[j] += s.query[warp * dims + i + 2 * j] * s.keys[token * (dims + 1) + i + 2 * j];
+                }
+                float dot = (dots[0] + dots[1]) + (dots[2] + dots[3]);
                 dot += __shfl_xor_sync(kFullWarp, dot, 1);
                 const int end = first_end + (tile * kTileRows + min(warp, tile_rows - 1)) / group;
                 const bool visible =
