@@ -128,8 +128,9 @@ __device__ void fill(const Args& a, const T* row, int block, int slice, float* u
             unit[o * a.pitch + c] = v;
         }
     }
-    for (int i = threadIdx.x; i < ((a.order + 7) / 8 * 8 - a.order) * a.pitch; i += blockDim.x)
-        unit[a.order * a.pitch + i] = 0.0f;  // rows that the mma reads beyond the last one
+    if (a.order > 1)  // rows that the mma reads beyond the last one
+        for (int i = threadIdx.x; i < ((a.order + 7) / 8 * 8 - a.order) * a.pitch; i += blockDim.x)
+            unit[a.order * a.pitch + i] = 0.0f;
     __syncthreads();
     while (levels > 0) {
         const int now = min(levels, 3);
@@ -157,7 +158,7 @@ __device__ __forceinline__ void emit(const Args& a, const float* unit, Use use) 
             use(0, c, unit[c] * a.norm, c + 1 < a.columns ? unit[c + 1] * a.norm : 0.0f);
         return;
     }
-    constexpr int kRows = 4, kColumns = 4;  // mma tiles of one warp: 64 x 32
+    constexpr int kRows = sizeof(T) == 4 ? 2 : 4, kColumns = 4;  // mma tiles of one warp: 64 (32) x 32
     const int lane = threadIdx.x & 31, g = lane >> 2, c = lane & 3, warps = blockDim.x >> 5;
     const int row_tiles = (a.order + 15) / 16, k_tiles = (a.order + 63) / 64;
     const int row_groups = (row_tiles + kRows - 1) / kRows, column_groups = (a.columns + 31) / 32;
@@ -184,10 +185,14 @@ __device__ __forceinline__ void emit(const Args& a, const float* unit, Use use) 
 #pragma unroll
                     for (int n = 0; n < kColumns; ++n) {
                         if constexpr (sizeof(T) == 4) {
-                            // x = high + low exactly; both rounded to 11 bits leave an error of 2^-24.
+                            // x = high + low exactly; both rounded to 11 bits leave an error of 2^-24. The tensor core
+                            // truncates its sums, so long ones are left to ordinary additions.
                             const float high0 = round_tf32(b[n][0]), high1 = round_tf32(b[n][1]);
-                            mma_tf32(acc[r][n], h, high0, high1);
-                            mma_tf32(acc[r][n], h, round_tf32(b[n][0] - high0), round_tf32(b[n][1] - high1));
+                            float part[4] = {};
+                            mma_tf32(part, h, round_tf32(b[n][0] - high0), round_tf32(b[n][1] - high1));
+                            mma_tf32(part, h, high0, high1);
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) acc[r][n][i] += part[i];
                         } else {
                             mma_tf32(acc[r][n], h, round_tf32(b[n][0]), round_tf32(b[n][1]));
                         }
