@@ -53,7 +53,7 @@ class Refinement(nn.Module):
 
     def clip(self, index: int, slot: str) -> float:
         """The learned clip ratio of the input of one slot of decoder layer ``index``."""
-        return round(float(self.clips[index, SLOTS.index(slot)].clamp(0.05, 1.0)), 6)
+        return round(float(self.clips.detach()[index, SLOTS.index(slot)].clamp(0.05, 1.0)), 6)
 
     def maps(self) -> list[LayerMaps]:
         """The maps of every layer, with gradients."""

@@ -62,7 +62,7 @@ class TrainableLinear(nn.Module):
     def finish(self) -> QuantLinear:
         """Write what was learned into the source, and return it."""
         source = self.source
-        source.a_clip = round(float(self.clip.clamp(0.05, 1.0)), 6)
+        source.a_clip = round(float(self.clip.detach().clamp(0.05, 1.0)), 6)
         if self.latent is not None:
             step = self.log_step.exp()
             codes = (self.latent.unflatten(-1, (step.shape[1], -1)) / step[..., None]).round_()
