@@ -68,8 +68,10 @@ def _set_up_logging(debug: bool, quiet: bool) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     options = build_parser().parse_args(arguments)
-    _set_up_logging(options.debug, options.quiet)
+    environment, logger = dict(os.environ), logging.getLogger("quarot")
+    log = (logger.handlers[:], logger.level, logger.propagate)
     try:
+        _set_up_logging(options.debug, options.quiet)
         return int(options.run(options))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -82,6 +84,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {_describe(error)}", file=sys.stderr)
         return 1
+    finally:  # main() may be called from a longer-lived process: what --quiet and --debug set ends with the command
+        os.environ.clear()
+        os.environ.update(environment)
+        logger.handlers[:], logger.level, logger.propagate = log
 
 
 def _describe(error: Exception) -> str:

@@ -1,5 +1,6 @@
 """What goes wrong on the command line: one line, the right exit status, nothing written, no traceback."""
 
+import os
 import subprocess
 import sys
 
@@ -56,6 +57,12 @@ def test_truncated_weights_are_named(model_folder, tmp_path, capsys):
     weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["info", str(copy)]) == 1
     assert "model.safetensors is truncated" in capsys.readouterr().err
+
+
+def test_quiet_ends_with_the_command(tmp_path, monkeypatch):
+    monkeypatch.delenv("QUAROT_PROGRESS", raising=False)
+    assert main(["info", str(tmp_path), "--quiet"]) == 1
+    assert "QUAROT_PROGRESS" not in os.environ
 
 
 def test_debug_shows_the_traceback(tmp_path):
