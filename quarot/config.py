@@ -112,10 +112,9 @@ class QuarotConfig(QuantizationConfigMixin):
         self._one_of("a_bits", _A_BITS)
         self._one_of("k_bits", _KV_BITS)
         self._one_of("v_bits", _KV_BITS)
-        if self.a_clip is None:
-            object.__setattr__(self, "a_clip", 1.0 if self.a_bits == 8 else 0.9)
-        if self.kv_clip is None:
-            object.__setattr__(self, "kv_clip", 1.0 if min(self.k_bits, self.v_bits) >= 8 else 0.95)
+        for name, value in self._default_clips().items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
         for name in ("a_clip", "kv_clip"):
             self._in_range(name, 0.0, 1.0)
         self._in_range("gptq_damping", 0.0, 1.0)
@@ -147,7 +146,7 @@ class QuarotConfig(QuantizationConfigMixin):
                 raise ValueError(
                     f"overrides[{pattern!r}]: {unknown} cannot be overridden; choose from {list(_OVERRIDABLE)}"
                 )
-            dataclasses.replace(self, overrides={}, **values)
+            self.replace(overrides={}, **values)
         for entry in self.ignore:
             if entry.startswith("re:"):
                 self._compile(entry[3:])
@@ -185,9 +184,16 @@ class QuarotConfig(QuantizationConfigMixin):
         except re.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
+    def _default_clips(self) -> dict[str, float]:
+        return {
+            "a_clip": 1.0 if self.a_bits == 8 else 0.9,
+            "kv_clip": 1.0 if min(self.k_bits, self.v_bits) >= 8 else 0.95,
+        }
+
     def replace(self, **changes: Any) -> QuarotConfig:
-        """A copy with some fields changed, validated again."""
-        return dataclasses.replace(self, **changes)
+        """A copy with some fields changed, validated again; clip ratios left at their default follow the bits."""
+        unset = {name: None for name, value in self._default_clips().items() if getattr(self, name) == value}
+        return dataclasses.replace(self, **{**unset, **changes})
 
     def ignores(self, module_name: str) -> bool:
         """Whether the linear module of this name stays in the model's dtype.

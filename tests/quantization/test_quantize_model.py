@@ -272,5 +272,8 @@ def test_clip_ratios_follow_the_bits_unless_given():
     assert QuarotConfig().a_clip == 0.9 and QuarotConfig().kv_clip == 0.95
     eight = QuarotConfig(a_bits=8, k_bits=8, v_bits=8)
     assert eight.a_clip == eight.kv_clip == 1.0
-    assert QuarotConfig(a_bits=8, a_clip=0.9).a_clip == 0.9
+    assert QuarotConfig(a_bits=8, a_clip=0.85).a_clip == 0.85
+    assert QuarotConfig().replace(a_bits=8).a_clip == 1.0
+    assert QuarotConfig(a_clip=0.85).replace(a_bits=8).a_clip == 0.85
+    assert QuarotConfig(overrides={".*down_proj": {"a_bits": 8}}).for_module("mlp.down_proj").a_clip == 1.0
     assert QuarotConfig(k_bits=4, v_bits=8).kv_clip == 0.95
