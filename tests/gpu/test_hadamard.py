@@ -102,6 +102,8 @@ def check_plain(x: torch.Tensor, order: int, pow2: int) -> None:
     actual = hadamard_op._cuda(x, order, pow2, 1)
     assert actual.dtype == x.dtype
     allowed = 2 * rms(eager(x, order, pow2).double() - exact)
+    if x.dtype == torch.float32:  # a matmul may sum in more than fp32; grant four roundings
+        allowed = max(allowed, 4 * 2**-24 * rms(exact))
     error = actual.double() - exact
     assert rms(error) <= allowed
     assert error.square().mean(1).sqrt().max() <= 4 * max(allowed, 1e-12)  # and no single row is worse
@@ -131,10 +133,13 @@ def assert_codes(
     assert torch.equal(scale == 0, expected_scale == 0)
     difference = (codes.int() - expected_codes.int()).abs()
     assert difference.max() <= 1
-    moved = difference.count_nonzero(1) / difference.shape[1]
     share = 2e-4 if exact else 0.002 if bits == 4 else 0.03
-    assert moved.mean() <= share
-    assert moved.max() <= max(8 * share, 2 / difference.shape[1])  # no single row is off
+    if not exact and difference.shape[1] < 1024:
+        share *= 4  # one outlier fills a short row: every code is large, and so is the error in units of the scale
+    moved = difference.count_nonzero(1)
+    # A few codes on rounding edges are no share of a short row.
+    assert moved.sum() <= max(share * difference.numel(), 4)
+    assert moved.max() <= max(8 * share * difference.shape[1], 4)  # no single row is off
 
 
 def gated(m: int, n: int, dtype: torch.dtype) -> torch.Tensor:
