@@ -14,7 +14,13 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("tokens", "heads", "kv_heads", "head_dim", "rotary_dim", "norm"),
-    [(1, 32, 32, 128, 128, False), (37, 9, 3, 64, 64, False), (130, 8, 2, 128, 128, True), (5, 4, 4, 96, 48, False), (3, 2, 1, 256, 128, True)],
+    [
+        (1, 32, 32, 128, 128, False),
+        (37, 9, 3, 64, 64, False),
+        (130, 8, 2, 128, 128, True),
+        (5, 4, 4, 96, 48, False),
+        (3, 2, 1, 256, 128, True),
+    ],
     ids=["llama", "smollm2", "qwen3", "partial", "partial-norm"],
 )
 def test_rope_matches_float64(dtype, tokens, heads, kv_heads, head_dim, rotary_dim, norm):
@@ -23,7 +29,11 @@ def test_rope_matches_float64(dtype, tokens, heads, kv_heads, head_dim, rotary_d
     qkv = torch.randn(tokens, width + 8, generator=generator, device="cuda").to(dtype)[:, :width]
     angle = torch.randn(tokens, rotary_dim // 2, generator=generator, device="cuda")
     cos, sin = (torch.cat([t, t], -1).to(dtype) for t in (angle.cos(), angle.sin()))
-    gains = [1 + 0.1 * torch.randn(head_dim, generator=generator, device="cuda").to(dtype) for _ in range(2)] if norm else [None, None]
+    gains = (
+        [1 + 0.1 * torch.randn(head_dim, generator=generator, device="cuda").to(dtype) for _ in range(2)]
+        if norm
+        else [None, None]
+    )
     exact = qkv.double()
     _reference(exact, cos.double(), sin.double(), heads, kv_heads, head_dim, *gains, 1e-5)
     got = qkv.clone()
@@ -34,4 +44,14 @@ def test_rope_matches_float64(dtype, tokens, heads, kv_heads, head_dim, rotary_d
 
 
 def test_no_tokens():
-    rope(torch.empty(0, 64, device="cuda"), torch.empty(1, 16, device="cuda"), torch.empty(1, 16, device="cuda"), 1, 1, 16, None, None, 1e-5)
+    rope(
+        torch.empty(0, 64, device="cuda"),
+        torch.empty(1, 16, device="cuda"),
+        torch.empty(1, 16, device="cuda"),
+        1,
+        1,
+        16,
+        None,
+        None,
+        1e-5,
+    )
