@@ -15,9 +15,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """``paper``: the defaults. ``best``: the options that cost nothing at run time and help; they cost calibration time.
 
-What did not make it: targets that correct the error made upstream (``gptq_asymmetric``) fit the calibration text better
-and every other text worse; searched clip ratios are what learning starts from at best; longer training learns the
-calibration text by heart.
+Left out of ``best``: targets that correct the error made upstream (``gptq_asymmetric``) fitted the calibration text and
+cost on another text; clip ratios need no search where they are learned; longer training learns the calibration text by
+heart. Figures: docs/accuracy.md.
 """
 
 
