@@ -14,6 +14,9 @@ separate ``rope`` followed by ``kv_append`` rounds the keys to 16 bits in betwee
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -111,19 +114,13 @@ def launch(
     k_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Launch csrc/kv_cache/rope_kv_append.cu; formats without a fused kernel run RoPE in PyTorch, then kv_append."""
+    """Launches csrc/kv_cache/rope_kv_append.cu."""
     head_dim = _check(qkv, cos, sin, pool, num_q_heads)
     layout = KVLayout(head_dim, key_bits, value_bits, key_group, value_group)
     layout.check_pool(pool)
     rotate = check_rotation(rotate_order, rotate_pow2, head_dim)
     form = (head_dim, key_bits, value_bits, layout.key_group, layout.value_group)
     extension = registry.extension()
-    fused = (rotate_order <= 1) and extension.rope_kv_append_serves(*form, cos.shape[1])  # type: ignore[union-attr]
-    if not fused:
-        return _reference(
-            qkv, cos, sin, pool, slots, num_q_heads, *form[1:], key_clip, value_clip, rotate_order, rotate_pow2,
-            q_norm, k_norm, eps,
-        )  # fmt: skip
     if slots.dtype != torch.int64 or slots.shape != qkv.shape[:1]:
         raise ValueError(
             f"rope_kv_append: slots must be int64 [{qkv.shape[0]}], got {slots.dtype} {tuple(slots.shape)}"
@@ -168,8 +165,43 @@ def launch(
     return query
 
 
-def _available(qkv: Tensor, *args: object) -> str | None:
-    return None if qkv.dtype in DTYPE_CODES else f"no kernel for {qkv.dtype}"
+@functools.cache
+def _has_kernel(
+    head_dim: int, key_bits: int, value_bits: int, key_group: int, value_group: int, rotary_dim: int
+) -> bool:
+    layout = KVLayout(head_dim, key_bits, value_bits, key_group, value_group)
+    form = (head_dim, key_bits, value_bits, layout.key_group, layout.value_group)
+    return bool(registry.extension().rope_kv_append_serves(*form, rotary_dim))  # type: ignore[union-attr]
+
+
+def serves(
+    qkv: Tensor,
+    cos: Tensor,
+    head_dim: int,
+    key_bits: int,
+    value_bits: int,
+    key_group: int,
+    value_group: int,
+    rotate_order: int,
+    rotate_pow2: int,
+) -> bool:
+    """Whether one kernel does all of it; where not, ``rope`` and ``kv_append`` each have theirs."""
+    if not qkv.is_cuda or registry.device_reason(qkv.device.index) is not None:
+        return True  # the reference serves
+    if qkv.dtype not in DTYPE_CODES or rotate_order > 1:
+        return False
+    return _has_kernel(head_dim, key_bits, value_bits, key_group, value_group, cos.shape[1])
+
+
+def _available(
+    qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor, num_q_heads: int, *form: Any
+) -> str | None:
+    if qkv.dtype not in DTYPE_CODES:
+        return f"no kernel for {qkv.dtype}"
+    head_dim = _check(qkv, cos, sin, pool, num_q_heads)
+    if serves(qkv, cos, head_dim, *form[:4], *form[6:8]):
+        return None
+    return f"no kernel for head_dim {head_dim}, {form[0]}/{form[1]} bits, groups {form[2]}/{form[3]}"
 
 
 rope_kv_append = registry.define_op(

@@ -86,11 +86,14 @@ class DecodeGraph:
             graph.register_generator_state(self.generator)
         buffers = (self.ids, self.positions, self.before)
         inputs = [t.clone() for t in buffers]
+        state = None if self.generator is None else self.generator.get_state()
         # Once eagerly, so that nothing is loaded for the first time while recording. The token it stores is stored
         # again, in the same place, by the first replay.
         self.step()
         for buffer, value in zip(buffers, inputs, strict=True):
             buffer.copy_(value)
+        if self.generator is not None and state is not None:
+            self.generator.set_state(state)  # as if nothing had been drawn: every call draws alike
         with torch.cuda.graph(graph):
             self.out = self.step()
         self.graph = graph

@@ -11,7 +11,8 @@ from quarot.nn.kv_format import arguments
 from quarot.nn.page_table import Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.decode_attention import decode_attention
-from quarot.ops.rope_kv_append import rope_kv_append
+from quarot.ops.kv_append import kv_append
+from quarot.ops.rope_kv_append import rope_kv_append, serves
 
 if TYPE_CHECKING:
     from quarot.runtime.fused_decoder import FusedDecoder
@@ -80,12 +81,19 @@ class DecodeStep:
             clip, rotate = kv_format.clip, kv_format.rotate
             gains, eps = layer.norm_arguments()
             where = layer.positions(cos, sin)
-            query = rope_kv_append(
-                qkv, *where, pages.pool, step.slots, layer.heads, *codes, clip, clip, *rotate, *gains, eps
-            )
-            # The queries come back rotated by R3 already.
-            how = (*codes, layer.scaling, layer.window, 0, 0)
-            out, _ = decode_attention(query.unsqueeze(1), pages.pool, table, step.lengths, *how)
+            if serves(qkv, where[0], layer.head_dim, *codes, *rotate):
+                query = rope_kv_append(
+                    qkv, *where, pages.pool, step.slots, layer.heads, *codes, clip, clip, *rotate, *gains, eps
+                )
+                rotate = (0, 0)  # the queries come back rotated by R3 already
+            else:
+                layer.rotate_positions(qkv, cos, sin)
+                query, key, value = qkv.unflatten(1, (-1, layer.head_dim)).split(
+                    [layer.heads, layer.kv_heads, layer.kv_heads], dim=1
+                )
+                kv_append(pages.pool, key, value, step.slots, *codes, clip, clip, *rotate)
+            how = (*codes, layer.scaling, layer.window, *rotate)
+            out, _ = decode_attention(query.unsqueeze(1).contiguous(), pages.pool, table, step.lengths, *how)
             return out.view(qkv.shape[0], -1)
 
         return attend

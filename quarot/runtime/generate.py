@@ -45,6 +45,7 @@ def generate(
     seed: int | None = None,
     streamer: Streamer | None = None,
     prefill_chunk: int = 16384,
+    keep_memory: bool = True,
 ) -> Tensor:
     """Continue ``input_ids`` with a quantised model; the fast way on one GPU.
 
@@ -59,6 +60,7 @@ def generate(
         seed: makes sampling repeatable.
         streamer: gets the prompt, then every new token (one row only).
         prefill_chunk: tokens (rows x columns) that one prefill forward takes at most: bounds its memory.
+        keep_memory: keep the cache and its graphs for the next call of similar size; False frees them on return.
 
     Returns:
         int64 [B, T + n]: the prompt and n <= max_new_tokens new tokens.
@@ -76,11 +78,10 @@ def generate(
         )
     sampling = Sampling(temperature, top_k, top_p)
     ends = _end_tokens(model, eos_token_id)
-    generator = None
-    if seed is not None:
-        generator = torch.Generator(input_ids.device).manual_seed(seed)
     with torch.no_grad():
         session = _session(model, fused, input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
+        # One generator for all seeded calls: a graph is tied to the one it was recorded with.
+        generator = None if seed is None else session.generator.manual_seed(seed)
         try:
             logits = session.prefill(input_ids, attention_mask, prefill_chunk)
             first = sampling.choose(logits, generator)
@@ -91,6 +92,9 @@ def generate(
                 f"{error}\nquarot.generate: {tuple(input_ids.shape)} tokens + {max_new_tokens} new: lower the batch, "
                 f"max_new_tokens or prefill_chunk (now {prefill_chunk})"
             ) from None
+        finally:
+            if not keep_memory:
+                fused.session = None
     return torch.cat([input_ids, _pad_behind_end(new, ends, _pad_token(model, pad_token_id, ends))], dim=1)
 
 
@@ -100,6 +104,7 @@ class Session:
     def __init__(self, model: Any, fused: FusedDecoder, batch: int, length: int) -> None:
         self.model, self.fused, self.batch, self.length = model, fused, batch, length
         self.cache = QuantKVCache(model.config, max_batch=batch, max_length=length)
+        self.generator = torch.Generator(model.get_input_embeddings().weight.device)
         self.graphs: dict[tuple[Sampling, bool], DecodeGraph] = {}
 
     def prefill(self, ids: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
@@ -166,7 +171,7 @@ class Session:
     def _graph(self, sampling: Sampling, generator: torch.Generator | None) -> DecodeGraph:
         key = (sampling, generator is not None)
         graph = self.graphs.get(key)
-        if graph is None or graph.addresses != addresses(self.cache) or generator is not None:
+        if graph is None or graph.addresses != addresses(self.cache):
             head = self.model.get_output_embeddings()
             table = self.cache.table
             assert isinstance(table, StaticTable)
