@@ -22,6 +22,7 @@ from quarot.quantization.head import quantize_head
 from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.presets import preset_fields
 from quarot.quantization.progress_store import ProgressStore, fingerprint
+from quarot.quantization.rollback import Rollback
 from quarot.quantization.selection import selected
 from quarot.rotation.refinement import Refinement
 
@@ -51,25 +52,27 @@ def quantize_model(
         calibration: text, texts, a path, a ``datasets`` dataset, or token ids
             (:func:`quarot.calibration.windows.calibration_windows`); not needed for RTN.
         progress: show a progress bar.
-        resume_dir: keep every finished layer here; when killed, the same call on the same (freshly loaded and rotated)
-            model continues behind the last one.
+        resume_dir: keep every finished layer here; after a failure or a kill, the same call on the same model (freshly
+            loaded and rotated, or the very object) continues behind the last one.
         device: where decoder layers are worked on, one after the other, e.g. ``"cuda"`` for a model on the CPU; they
             return to where they were. None: wherever they are.
 
     Returns:
         The same model.
 
-    Memory beyond the model: one set of hidden states (windows x length x hidden, in the model's dtype) and the
-    statistics of one layer; more only with ``tune_steps`` (:mod:`quarot.tuning.tune`). GPTQ follows the data: q, k, v;
-    then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the online
+    Memory beyond the model: one set of hidden states (windows x length x hidden, in the model's dtype), the statistics
+    of one layer and, in CPU memory, the weights that have been replaced so far; more only with ``tune_steps``
+    (:mod:`quarot.tuning.tune`) and ``rotation_steps`` (a copy of the model in CPU memory). GPTQ follows the data: q, k,
+    v; then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the online
     rotations. Experts of a mixture are rounded to nearest.
 
     Raises:
         NotImplementedError: a family that is not supported, or tuning a mixture of experts.
         ValueError: already quantised, widths or groups that do not fit (naming the layer), no or too little calibration
-            text, NaN weights (naming the layer), or a ``resume_dir`` of another run. What the model computes is
-            untouched in all but the NaN case. That, running out of memory, or an interrupt leaves it half quantised:
-            load it again (and use ``resume_dir`` to keep what is finished).
+            text, NaN weights (naming the layer), or a ``resume_dir`` of another run.
+
+    Whatever is raised, running out of memory and an interrupt included, the model is left as it was (experts perhaps
+    split into linear layers that compute the same), and the same call may be made again.
     """
     record = architecture_of(model)
     config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
@@ -77,23 +80,29 @@ def quantize_model(
     configs = selected(model, record, config)
     if isinstance(calibration, Iterator):
         calibration = list(calibration)  # it may be drawn from twice
+    windows = _windows(configs, config, calibration, tokenizer)
     if record.experts is not None:
         if config.w_method == "gptq" and config.w_bits < 16:
             logger.warning("experts are rounded to nearest: GPTQ would need more tokens than each of them sees")
         split_experts(model)
         configs = selected(model, record, config)
-    windows = _windows(configs, config, calibration, tokenizer)
     store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(model, config, windows))
     where = None if device is None else torch.device(device)
+    rollback = Rollback(model, configs)
     training = model.training
     model.eval()
     try:
         if windows is not None and configs and (config.tune_steps or config.rotation_steps):
             samples, length = config.training_samples, config.calibration_length
             material = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed + 1)
-            config, clips = _quantize_and_train(model, configs, windows, material, store, config, where, progress)
+            config, clips = _quantize_and_train(
+                model, configs, windows, material, store, config, where, progress, rollback
+            )
         else:
-            clips = _quantize_layers(model, configs, windows, store, config, where, progress)[0]
+            clips = _quantize_layers(model, configs, windows, store, config, where, progress, rollback)[0]
+    except BaseException:
+        rollback.undo()
+        raise
     finally:
         model.train(training)
         forget_rounders()
@@ -137,6 +146,7 @@ def _quantize_layers(
     config: QuarotConfig,
     device: torch.device | None,
     progress: bool,
+    rollback: Rollback,
 ) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Quantise every layer; returns the searched activation clips and the weights before rounding, by module name."""
     record = architecture_of(model)
@@ -149,19 +159,22 @@ def _quantize_layers(
         prefix = name + "."
         chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
         home = next(layer.parameters()).device
-        layer.to(device or home)
-        work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
-        finished = None if store is None else store.load(name)
-        if finished is not None:
-            work.adopt(finished)
-        else:
-            work.quantize()
-            if store is not None:
-                store.save(name, work.finished)
-        if index + 1 < len(layers) or record.lm_head in configs:
-            work.advance()
-        work.install()
-        layer.to(home)
+        try:
+            layer.to(device or home)
+            work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
+            finished = None if store is None else store.load(name)
+            if finished is not None:
+                work.adopt(finished)
+            else:
+                work.quantize()
+                if store is not None:
+                    store.save(name, work.finished)
+            if index + 1 < len(layers) or record.lm_head in configs:
+                work.advance()
+            work.install()
+            rollback.park(prefix + path for path in chosen)
+        finally:
+            layer.to(home)
         clips |= {prefix + path: clip for path, clip in work.clips.items()}
         latents |= {prefix + path: latent for path, latent in work.latents.items()}
     if record.lm_head in configs:
@@ -178,6 +191,7 @@ def _quantize_and_train(
     config: QuarotConfig,
     device: torch.device | None,
     progress: bool,
+    rollback: Rollback,
 ) -> tuple[QuarotConfig, dict[str, float]]:
     """Learn the rotation, quantise, and distil from the model as it was; all of it is on ``device`` meanwhile.
 
@@ -193,22 +207,25 @@ def _quantize_and_train(
             " or set tune_steps=0 and rotation_steps=0"
         )
     home = homes.pop()
-    model.to(device or home)
-    material = resampled_windows(model, material, config.resampling_rounds, config.seed, config.tune_batch_size)
-    targets = final_states(model, material, config.tune_batch_size)
-    if config.rotation_steps and _rounds_activations(config, configs):
-        residual, refinement = _learn_rotation(model, config, material, targets, store, progress)
-        configs = _with_clips(model, configs, refinement)
-        targets = (targets.float() @ residual.float()).to(targets.dtype)
-        config = config.replace(rotation=model.quarot_rotation.to_dict())
-    clips = {name: chosen.a_clip for name, chosen in configs.items() if chosen.a_bits < 16}
-    calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
-    inputs = windows if calibrated else None
-    searched, latents = _quantize_layers(model, configs, inputs, store, config, device, progress)
-    clips |= searched
-    if config.tune_steps:
-        clips |= tune(model, config, material, targets, latents, progress)
-    model.to(home)
+    try:
+        model.to(device or home)
+        material = resampled_windows(model, material, config.resampling_rounds, config.seed, config.tune_batch_size)
+        targets = final_states(model, material, config.tune_batch_size)
+        if config.rotation_steps and _rounds_activations(config, configs):
+            rollback.keep_weights()
+            residual, refinement = _learn_rotation(model, config, material, targets, store, progress)
+            configs = _with_clips(model, configs, refinement)
+            targets = (targets.float() @ residual.float()).to(targets.dtype)
+            config = config.replace(rotation=model.quarot_rotation.to_dict())
+        clips = {name: chosen.a_clip for name, chosen in configs.items() if chosen.a_bits < 16}
+        calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
+        inputs = windows if calibrated else None
+        searched, latents = _quantize_layers(model, configs, inputs, store, config, device, progress, rollback)
+        clips |= searched
+        if config.tune_steps:
+            clips |= tune(model, config, material, targets, latents, progress)
+    finally:
+        model.to(home)
     return config, clips
 
 
