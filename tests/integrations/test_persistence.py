@@ -370,6 +370,29 @@ def test_killed_while_saving(quantized_model, logits, token_ids, tmp_path):
     assert torch.equal(logits(quarot.load(target), token_ids), logits(model, token_ids))
 
 
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_interrupted_amid_the_renames(quantized_model, logits, token_ids, tmp_path, monkeypatch, done):
+    """Neither the old nor the new checkpoint, but never a mixture that loads; the next save repairs it."""
+    quantized_model(w_bits=8).save_pretrained(tmp_path, max_shard_size="40KB")
+    model, replace, moved = quantized_model(), os.replace, []
+
+    def interrupted(source, target):
+        if len(moved) == done:
+            raise KeyboardInterrupt
+        moved.append(Path(target).name)
+        replace(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.save_pretrained(tmp_path)
+    assert moved == ["generation_config.json", "model.safetensors"][:done]
+    with pytest.raises(ValueError, match=r"config\.json"):
+        quarot.load(tmp_path)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(quarot.load(tmp_path), token_ids), logits(model, token_ids))
+
+
 def test_save_to_a_file_is_refused(quantized_model, tmp_path):
     (tmp_path / "m").write_text("")
     with pytest.raises(FileExistsError):

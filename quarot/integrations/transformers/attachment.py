@@ -20,7 +20,7 @@ def attach(
     """Record ``config`` on a model whose modules already are what it says.
 
     Sets ``config.quantization_config`` and the quantizer (so that ``save_pretrained`` writes a checkpoint that loads as
-    this very model), makes saving atomic, and, where keys or values are quantised, switches to the attention function
+    this very model), makes saving safe, and, where keys or values are quantised, switches to the attention function
     ``"quarot"`` and makes ``generate`` use a :class:`~quarot.nn.quant_kv_cache.QuantKVCache`. Where every layer has
     fused kernels the decoder takes the fused path (:mod:`quarot.runtime.fused_decoder`). May be called again.
 

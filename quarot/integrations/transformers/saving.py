@@ -1,8 +1,11 @@
-"""``save_pretrained`` that either leaves a whole new checkpoint or the old one.
+"""``save_pretrained`` that never leaves a half-written folder that loads.
 
-Everything is written to a hidden folder, beside a new target or inside an old one; only when that succeeded (a full
-disk fails here) the files are renamed into place. ``config.json``, without which a folder does not load, leaves first
-and arrives last.
+Everything is written to a hidden folder, beside a new target or inside an old one, and forced to disk there: whatever
+goes wrong until then (a full disk, an error, a kill) leaves an old checkpoint untouched. Then the files are renamed
+into place. A new target appears in one rename. In an old one ``config.json``, without which a folder does not load,
+leaves first and arrives last: a kill between the two, a few renames apart, leaves a folder that is refused, neither
+the old checkpoint nor the new one. (Swapping whole folders would close that gap, but would not keep the other files of
+the folder, nor work where its parent is another file system.)
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ _SHARD = re.compile(r"model(\.[^.]+)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.js
 
 
 def install(model: Any) -> None:
-    """Make ``model.save_pretrained`` atomic. Idempotent; survives deepcopy."""
+    """Make ``model.save_pretrained`` the one of this module. Idempotent; survives deepcopy."""
     if "save_pretrained" not in vars(model):
         model.save_pretrained = types.MethodType(save_pretrained, model)
 
@@ -50,7 +53,8 @@ def save_pretrained(
 
     Raises:
         FileExistsError: the target is a file.
-        OSError: the disk is full or not writable; an old checkpoint in the folder is untouched.
+        OSError: the disk is full or not writable; an old checkpoint in the folder is untouched (unless it is a rename
+            that fails: then the folder does not load).
     """
     target = Path(save_directory).absolute()
     if target.is_file():
