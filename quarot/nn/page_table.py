@@ -67,12 +67,14 @@ class GrowingTable:
     Args:
         page_size: tokens a page.
         reserve: tokens a row is expected to reach; pools are allocated for that many at once.
+
+    Attributes:
         repeats: the first tokens come in groups of this many equal rows (beams, several answers to one prompt), which
-            are stored once.
+            are stored once. Taken at its word, and for one prompt only.
     """
 
-    def __init__(self, page_size: int, reserve: int = 0, repeats: int = 1) -> None:
-        self.page_size, self.reserve, self.repeats = page_size, reserve, repeats
+    def __init__(self, page_size: int, reserve: int = 0) -> None:
+        self.page_size, self.reserve = page_size, reserve
         self.num_pages = 0
         self.references: list[int] = []
         self.free: list[int] = []
@@ -80,6 +82,7 @@ class GrowingTable:
 
     def reset(self) -> None:
         """Forget every row; the pages stay allocated."""
+        self.repeats = 1
         self.references = [0] * self.num_pages
         self.free = list(range(self.num_pages - 1, -1, -1))
         self.rows: list[list[int]] = []
@@ -107,14 +110,12 @@ class GrowingTable:
             self.rows, self.counts = [[] for _ in range(batch)], [0] * batch
             self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         elif batch != len(self.rows):
-            raise ValueError(
-                f"QuantKVCache holds {len(self.rows)} rows and got a batch of {batch}; call reset(), "
-                "batch_select_indices() or batch_repeat_interleave() first, or use a new cache"
-            )
+            raise _another_batch(len(self.rows), batch)
         assert self.lengths is not None
         if valid is not None and bool(valid.all()):
             valid = None
         shared = self.repeats if self.columns == 0 and batch % self.repeats == 0 else 1
+        self.repeats = 1
         added = [count] * batch if valid is None else valid.sum(1).tolist()
         before, old_counts, past, old_valid, old_pages = (
             self.lengths,
@@ -264,6 +265,13 @@ class GrowingTable:
         self.columns += count
 
 
+def _another_batch(held: int, batch: int) -> ValueError:
+    return ValueError(
+        f"QuantKVCache holds {held} rows and got a batch of {batch}; call reset(), "
+        "batch_select_indices() or batch_repeat_interleave() first, or use a new cache"
+    )
+
+
 def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -316,7 +324,8 @@ class StaticTable:
         """As :meth:`GrowingTable.append`, on the device.
 
         Raises:
-            ValueError: the batch or, in an eager prefill, the length does not fit.
+            ValueError: the batch, or the length as far as the host knows it, does not fit; or, unless compiled or
+                captured, the batch differs from that of the rows held.
         """
         eager = not torch.compiler.is_compiling() and not _capturing(device)
         past = int(self.columns) if eager and count > 1 else None
@@ -326,6 +335,8 @@ class StaticTable:
                 f"QuantKVCache is fixed to {self.max_batch} rows of {self.max_length} tokens and got {batch} rows of "
                 f"{count} tokens after {before_host}; raise max_batch and max_length, or leave both out to let it grow"
             )
+        if eager and self.counted and batch != self.batch:
+            raise _another_batch(self.batch, batch)
         if eager:
             self.batch, self.counted = batch, before_host + count
         new = torch.ones(batch, count, dtype=torch.bool, device=device) if valid is None else valid

@@ -195,8 +195,6 @@ class QuantKVCache(Cache):
         rotate: False stores keys without R3.
         page_size: tokens a page, a multiple of 16.
         reserve: tokens a row will probably reach: allocated at once, so that the pools need not grow.
-        repeats: the prompt comes in groups of this many equal rows, which share its pages (generate() sets it for beams
-            and num_return_sequences).
         max_batch, max_length: fix the size (both or neither): nothing is allocated afterwards and nothing syncs, for
             CUDA graphs and ``torch.compile``.
         prefill: "quantized" makes prefill attend to the codes too, as the paper's accuracy simulation does.
@@ -221,7 +219,6 @@ class QuantKVCache(Cache):
         rotate: bool | None = None,
         page_size: int = 64,
         reserve: int = 0,
-        repeats: int = 1,
         max_batch: int | None = None,
         max_length: int | None = None,
         prefill: Prefill = "exact",
@@ -231,8 +228,6 @@ class QuantKVCache(Cache):
             raise ValueError(f"give both max_batch and max_length or neither, got {max_batch} and {max_length}")
         if prefill not in ("exact", "quantized"):
             raise ValueError(f"prefill={prefill!r} is neither 'exact' nor 'quantized'")
-        if repeats > 1 and (prefill == "quantized" or max_batch is not None):
-            raise ValueError(f"repeats={repeats} needs a growing cache with prefill='exact'")
         if page_size < 16 or page_size % 16:
             raise ValueError(f"page_size {page_size} is not a positive multiple of 16")
         if model is not None:
@@ -245,7 +240,7 @@ class QuantKVCache(Cache):
         self.format = _format(config, text_config, key_bits, value_bits, group, clip, rotate)
         self.prefill_mode, self.page_size, self.offloads = prefill, page_size, offloading
         self.table: GrowingTable | StaticTable = (
-            GrowingTable(page_size, reserve, repeats)
+            GrowingTable(page_size, reserve)
             if max_batch is None or max_length is None
             else StaticTable(page_size, max_batch, max_length)
         )
@@ -282,6 +277,12 @@ class QuantKVCache(Cache):
             raise
         handle = KVHandle(self, layer, key_states, value_states)
         return handle, handle
+
+    def _expect_repeats(self, repeats: int) -> None:
+        """The coming prompt has every row ``repeats`` times, one after the other: store it once. For generate(), which
+        repeats the rows itself; nothing checks that they are equal. A cache that cannot share stores every row."""
+        if isinstance(self.table, GrowingTable) and self.prefill_mode == "exact":
+            self.table.repeats = repeats
 
     def advance(self, layer: QuantKVLayer, batch: int, count: int, valid: Tensor | None) -> Step:
         """The step of this forward for ``layer``: the first layer lays it out, the others follow.

@@ -192,7 +192,8 @@ def test_repeated_rows_share_pages_until_they_write():
 def test_equal_prompts_are_stored_once():
     key, value = (x.repeat_interleave(3, 0) for x in tokens(2, 37))
     valid = (torch.arange(37) >= torch.tensor([0, 0, 0, 20, 20, 20])[:, None]).clone()
-    shared, fresh = new_cache(repeats=3), new_cache()
+    shared, fresh = new_cache(), new_cache()
+    shared._expect_repeats(3)
     out = push(shared, key, value, left_mask(valid))
     assert torch.equal(out, push(fresh, key, value, left_mask(valid)))
     assert shared.table.num_pages - len(shared.table.free) == 3 + 2
@@ -202,6 +203,9 @@ def test_equal_prompts_are_stored_once():
     assert same(shared, fresh)
     shared.reset()
     assert len(shared.table.free) == shared.table.num_pages
+    other = tokens(6, 5, 9)  # another prompt, of rows that differ
+    assert torch.equal(push(shared, *other), push(new_cache(), *other))
+    assert shared.table.num_pages - len(shared.table.free) == 6
 
 
 def test_select_by_indices_and_by_mask():
@@ -226,6 +230,21 @@ def test_reset_keeps_memory_and_takes_another_batch():
     push(fresh, *tokens(2, 30))
     assert same(cache, fresh)
     assert cache.memory_footprint() == pages
+
+
+@pytest.mark.parametrize("size", [{}, {"max_batch": 4, "max_length": 64}], ids=["growing", "static"])
+@pytest.mark.parametrize("batch", [2, 4])
+def test_another_batch_than_the_one_held_is_refused(size, batch):
+    cache, fresh = new_cache(**size), new_cache(**size)
+    push(cache, *tokens(3, 10))
+    for count in (1, 5):
+        with pytest.raises(ValueError, match=f"holds 3 rows and got a batch of {batch}"):
+            push(cache, *tokens(batch, count))
+    assert cache.batch_size == 3
+    push(fresh, *tokens(3, 10))
+    assert torch.equal(push(cache, *tokens(3, 1, 4)), push(fresh, *tokens(3, 1, 4)))
+    cache.reset()
+    push(cache, *tokens(batch, 5))
 
 
 def test_deepcopy_is_independent():

@@ -57,14 +57,15 @@ def prepare_cache(
     static = wanted is not None and "static" in wanted
     length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
     repeats = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-    model_kwargs["past_key_values"] = QuantKVCache(
+    cache = QuantKVCache(
         self.config,
         reserve=0 if static else max_cache_length,
-        repeats=1 if static else repeats,
         max_batch=batch_size * repeats if static else None,
         max_length=length if static else None,
         offloading=wanted is not None and "offloaded" in wanted,
     )
+    cache._expect_repeats(repeats)
+    model_kwargs["past_key_values"] = cache
 
 
 def pass_cache(
