@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from benchmarks.timing import Call, measure
+from benchmarks.timing import Call
 
 Make = Callable[[], Call]
 
@@ -56,12 +56,3 @@ def copy_floor(nbytes: int) -> Make:
         return lambda: target.copy_(source)
 
     return make
-
-
-def gemm_peers(m: int, n: int, k: int) -> dict[str, float]:
-    """Microseconds of every GEMM peer this GPU runs."""
-    times = {"cublas_fp16": measure(cublas_fp16(m, n, k), 2 * (m * k + n * k + m * n))}
-    times["int_mm"] = measure(int_mm(m, n, k), m * k + n * k + 4 * m * n)
-    if torch.cuda.get_device_capability() >= (8, 9):
-        times["fp8_rowwise"] = measure(fp8_rowwise(m, n, k), m * k + n * k + 2 * m * n)
-    return times
