@@ -95,11 +95,20 @@ def append(rows: Iterable[dict[str, Any]], path: Path) -> None:
 
 
 def newest(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last row of each measurement (same op, model, layer, sizes, dtype, peer and GPU), in first-seen order."""
+    """The last row of each measurement (same op, model, layer, sizes, dtype, peer and GPU), in first-seen order.
+
+    They may be of different commits, since an op is measured when it changes: whoever shows them says which.
+    """
     latest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
         latest[tuple(row.get(name) for name in _IDENTITY)] = row
     return list(latest.values())
+
+
+def _commits(rows: Iterable[dict[str, Any]]) -> str:
+    """``"commit 7607a78"``, or all of them."""
+    names = list(dict.fromkeys(str(row.get("commit") or "unknown")[:7] for row in rows))
+    return f"commit{'s' * (len(names) > 1)} {', '.join(names)}"
 
 
 def _number(value: Any) -> str:
@@ -122,31 +131,37 @@ def speed_tables(results: Path = RESULTS) -> str:
             mine = [row for row in rows if row["op"] == op]
             used = tuple(name for name in FIELDS[1:] if any(row.get(name) is not None for row in mine))
             extra = tuple(n for n in dict.fromkeys(k for row in mine for k in row) if n not in FIELDS + STAMPS)
-            parts.append(f"**{op}** on {mine[-1]['gpu']} (torch {mine[-1]['torch']})\n\n{table(mine, used + extra)}")
+            where = f"{mine[-1]['gpu']} (torch {mine[-1]['torch']}, {_commits(mine)})"
+            parts.append(f"**{op}** on {where}\n\n{table(mine, used + extra)}")
     return "\n\n".join(parts) or "No measurements yet."
 
 
 def accuracy_table(results: Path = RESULTS) -> str:
-    """The Markdown table of ``results/accuracy-smollm2.json``: mean over seeds, and their range."""
-    rows = read(results / "accuracy-smollm2.json")
+    """The Markdown table of ``results/accuracy-smollm2.json``: mean over seeds, and their range.
+
+    Seeds of one row are all of one commit, the newest that a setting was measured at; older measurements do not count.
+    """
     groups: dict[tuple[Any, ...], dict[Any, dict[str, Any]]] = {}
-    for row in rows:
+    for row in read(results / "accuracy-smollm2.json"):
+        if row.get("ppl") is None:
+            continue
         key = tuple(row.get(name) for name in ("table", "setting", "windows", "text"))
-        groups.setdefault(key, {})[row.get("seed")] = row
+        seeds = groups.setdefault(key, {})
+        if seeds and next(iter(seeds.values())).get("commit") != row.get("commit"):
+            seeds.clear()
+        seeds[row.get("seed")] = row
+    if not groups:
+        return "No measurements yet."
     shown = []
     for (name, setting, windows, text), seeds in groups.items():
-        values = [row["ppl"] for row in seeds.values() if row.get("ppl") is not None]
-        if not values:
-            continue
+        values = [row["ppl"] for row in seeds.values()]
         spread = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
         mean = sum(values) / len(values)
         shown.append({"table": name, "setting": setting, "ppl": f"{mean:.4g}", "seeds": len(values)})
-        shown[-1].update(range=spread, windows=windows, text=text)
-    return (
-        table(shown, ("table", "setting", "ppl", "seeds", "range", "windows", "text"))
-        if shown
-        else "No measurements yet."
-    )
+        commit = next(iter(seeds.values())).get("commit")
+        shown[-1].update(range=spread, windows=windows, text=text, commit=commit and commit[:7])
+    columns = ("table", "setting", "ppl", "seeds", "range", "windows", "text", "commit")
+    return "Each row is of the newest commit that its setting was measured at.\n\n" + table(shown, columns)
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -181,7 +196,8 @@ def summary(results: Path = RESULTS) -> str:
     if not chosen:
         return "No measurements yet."
     columns = ("op", "model", "layer", "m", "n", "k", "us", "roof_us", "peer", "peer_us", "ratio", "gpu")
-    return "Slowest, median and fastest row of each op against each peer.\n\n" + table(chosen, columns)
+    note = f"Slowest, median and fastest row of each op against each peer ({_commits(chosen)})."
+    return f"{note}\n\n{table(chosen, columns)}"
 
 
 def plots(folder: Path, results: Path = RESULTS) -> list[Path]:

@@ -82,6 +82,24 @@ def test_tables_and_readme(tmp_path):
     assert text.endswith(" c")
 
 
+def test_seeds_of_different_commits_are_not_averaged(tmp_path):
+    rows = [
+        {"table": "main", "setting": "rtn", "seed": seed, "ppl": ppl, "windows": 147, "commit": commit}
+        for seed, ppl, commit in ((0, 90.0, "aaaaaaa"), (1, 80.0, "aaaaaaa"), (0, 50.0, "bbbbbbb12345"))
+    ]
+    report.append(rows, tmp_path / "accuracy-smollm2.json")
+    text = report.accuracy_table(tmp_path)
+    assert "| main | rtn | 50 | 1 |  | 147 |  | bbbbbbb |" in text
+    assert "newest commit" in text
+
+
+def test_tables_say_which_commits_they_are_of(tmp_path):
+    rows = [{**report.stamp(a_row(m=m), gpu="NVIDIA H200"), "commit": c} for m, c in ((1, "aaaaaaa"), (2, "bbbbbbb1"))]
+    report.append(rows, tmp_path / "h200.json")
+    assert "commits aaaaaaa, bbbbbbb)" in report.speed_tables(tmp_path)
+    assert "(commits aaaaaaa, bbbbbbb)." in report.summary(tmp_path)
+
+
 def test_missing_markers_are_named():
     with pytest.raises(ValueError, match="<!-- speed:begin -->"):
         report.fill("nothing here", "speed", "table")
