@@ -20,10 +20,7 @@ struct Shape {
     static constexpr int kSteps = MP / 16;
     static constexpr int kBatches = kThreads >= 512 && MP > 112 ? 2 : 1;  // 128 registers do not hold all A fragments
     static constexpr int kTileElements = 512 * T;        // what one warp takes at a time: 8 rows of X
-#ifndef QUAROT_STAGED
-#define QUAROT_STAGED (T == 4)
-#endif
-    static constexpr bool kStaged = QUAROT_STAGED;
+    static constexpr bool kStaged = T == 4;  // codes leave through shared memory: one group, its stores are not hidden
     static constexpr int kTableBytes = MP * MP * 2;
     static constexpr int kXBytes = T * MP * 128;
     static constexpr int kRingBytes = RING_KB * 1024;
