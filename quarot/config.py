@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import re
 from dataclasses import dataclass, field
@@ -106,6 +107,11 @@ class QuarotConfig(QuantizationConfigMixin):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else list(self.ignore))
+        for name in ("overrides", "rotation"):
+            value = getattr(self, name)
+            if not isinstance(value, dict) and not (name == "rotation" and value is None):
+                raise ValueError(f"{name}={value!r} must be a dict")
+            object.__setattr__(self, name, copy.deepcopy(value))  # the caller's may change later
         self._one_of("quant_method", ("quarot",))
         self._one_of("w_bits", _W_BITS)
         self._one_of("w_method", ("gptq", "rtn"))
@@ -141,6 +147,8 @@ class QuarotConfig(QuantizationConfigMixin):
             raise ValueError(f"tune_seconds={self.tune_seconds!r} must be positive, or None for no limit")
         for pattern, values in self.overrides.items():
             self._compile(pattern)
+            if not isinstance(values, dict):
+                raise ValueError(f"overrides[{pattern!r}]={values!r} must be a dict such as {{'w_bits': 8}}")
             unknown = sorted(set(values) - set(_OVERRIDABLE))
             if unknown:
                 raise ValueError(
@@ -181,7 +189,7 @@ class QuarotConfig(QuantizationConfigMixin):
     def _compile(pattern: str) -> re.Pattern[str]:
         try:
             return re.compile(pattern)
-        except re.error as error:
+        except (re.error, TypeError) as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
     def _default_clips(self) -> dict[str, float]:

@@ -200,6 +200,31 @@ def test_fields_of_the_wrong_kind_are_refused(fields: dict[str, Any]) -> None:
         QuarotConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"overrides": {"a": 5}}, r"overrides\['a'\]=5 must be a dict"),
+        ({"overrides": ["a"]}, r"overrides=\['a'\] must be a dict"),
+        ({"overrides": {5: {"w_bits": 8}}}, "5 is not a regular expression"),
+        ({"rotation": "hadamard"}, "rotation='hadamard' must be a dict"),
+    ],
+)
+def test_dicts_of_the_wrong_kind_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        QuarotConfig(**fields)
+
+
+def test_a_config_does_not_change_with_what_it_was_made_of() -> None:
+    overrides, rotation = {"a": {"w_bits": 8}}, {"notes": ["one"]}
+    config = QuarotConfig(overrides=overrides, rotation=rotation)
+    other = config.replace(w_bits=8)
+    overrides["a"]["w_bits"] = 3
+    rotation["notes"].append("two")
+    other.overrides["a"]["w_bits"] = 2
+    assert config.overrides == {"a": {"w_bits": 8}}
+    assert config.rotation == {"notes": ["one"]}
+
+
 def test_lm_head_when_asked_for(tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor) -> None:
     model = rotated(tiny_model("llama"))
     reference = logits(model, token_ids)
