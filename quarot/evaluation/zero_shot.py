@@ -53,18 +53,34 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}:{number} is not JSON: {error}") from None
-            if not (isinstance(row.get("text"), str) or {"query", "choices", "gold"} <= set(row)):
+            if not isinstance(row, dict) or not (
+                isinstance(row.get("text"), str) or {"query", "choices", "gold"} <= set(row)
+            ):
                 raise ValueError(f"{path}:{number} has neither text nor query, choices and gold")
+            if isinstance(row.get("text"), str):
+                _last_word(row["text"], f"{path}:{number}")
             rows.append(row)
     if not rows:
         raise ValueError(f"{path} holds no questions")
     return rows
 
 
+def _last_word(text: str, where: str) -> tuple[str, str]:
+    """What stands in front of the last space of a LAMBADA text, and behind."""
+    context, _, target = text.rpartition(" ")
+    if not context or not target:
+        raise ValueError(f"{where}: text {text!r} needs a last word, and a space and some words before it")
+    return context, target
+
+
 def requests(name: str, row: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
-    """The (context, continuation) pairs of one question, and which is right."""
-    if "text" in row:
-        context, target = row["text"].rsplit(" ", 1)
+    """The (context, continuation) pairs of one question, and which is right.
+
+    Raises:
+        ValueError: a ``text`` that is not some words and a last one.
+    """
+    if isinstance(row.get("text"), str):
+        context, target = _last_word(row["text"], name)
         return [(context, " " + target)], 0
     query, choices = row["query"], row["choices"]
     if query.count("_") == 1 and name.startswith("winogrande"):

@@ -29,6 +29,8 @@ def test_winogrande_scores_what_follows_the_blank():
 
 def test_lambadas_target_is_the_last_word():
     assert requests("lambada", {"text": "the quick brown fox"}) == ([("the quick brown", " fox")], 0)
+    with pytest.raises(ValueError, match="lambada: text 'fox' needs a last word"):
+        requests("lambada", {"text": "fox"})
 
 
 def test_accuracies():
@@ -50,7 +52,14 @@ def test_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("not json\n", ":1 is not JSON"), ('{"query": "q"}\n', ":1 has neither text nor"), ("", "holds no questions")],
+    [
+        ("not json\n", ":1 is not JSON"),
+        ('{"query": "q"}\n', ":1 has neither text nor"),
+        ("5\n", ":1 has neither text nor"),
+        ('{"text": "a b"}\n{"text": "word"}\n', ":2: text 'word' needs a last word"),
+        ('{"text": "two words "}\n', ":1: text 'two words ' needs a last word"),
+        ("", "holds no questions"),
+    ],
 )
 def test_damaged_files_are_named(tmp_path, content, message):
     path = tmp_path / "bad.jsonl"
