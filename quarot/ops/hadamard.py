@@ -100,8 +100,10 @@ def hadamard_transform(x: torch.Tensor, spec: HadamardSpec | None = None) -> tor
     :func:`hadamard_reference`.
 
     Raises:
-        ValueError: no full-width transform of this dimension exists, or ``spec`` is for another size.
+        ValueError: x has no dimension, no full-width transform of the last one exists, or ``spec`` is for another size.
     """
+    if x.dim() == 0:
+        raise ValueError("hadamard_transform: x is a scalar tensor; it needs a dimension to transform")
     width = x.shape[-1]
     if spec is None:
         spec = hadamard_spec(width)

@@ -166,6 +166,8 @@ def test_nan_stays_in_its_row() -> None:
 
 
 def test_errors_say_what_to_do() -> None:
+    with pytest.raises(ValueError, match="scalar tensor"):
+        hadamard_transform(torch.tensor(1.0))
     with pytest.raises(ValueError, match="block_hadamard_spec"):
         hadamard_transform(torch.ones(2, 14))
     with pytest.raises(ValueError, match="for a width of 8"):
