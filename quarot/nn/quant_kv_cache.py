@@ -205,7 +205,7 @@ class QuantKVCache(Cache):
     """
 
     DECODE_TOKENS = 16
-    """Up to this many new tokens are attended to through their codes in one call, exactly as if decoded one by one."""
+    """Up to this many new tokens are attended to through their codes in one call, as if decoded one by one."""
 
     def __init__(
         self,
