@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from quarot.integrations import register as _register
 
 if TYPE_CHECKING:
+    from quarot.calibration.seed_search import search_seed
     from quarot.config import QuarotConfig
     from quarot.evaluation import perplexity
     from quarot.integrations.transformers.loading import load
@@ -37,6 +38,7 @@ _PLACES = {
     "perplexity": "quarot.evaluation",
     "quantize_model": "quarot.quantization.quantize_model",
     "rotate_model": "quarot.rotation.rotate",
+    "search_seed": "quarot.calibration.seed_search",
 }
 
 __all__ = [
@@ -52,6 +54,7 @@ __all__ = [
     "perplexity",
     "quantize_model",
     "rotate_model",
+    "search_seed",
 ]
 
 

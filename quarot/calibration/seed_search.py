@@ -1,8 +1,8 @@
 """Choosing the seed of a random rotation by what it costs on calibration text.
 
 R1's random signs decide how well the outliers of one particular model are spread; at 4 bits and round to nearest, seeds
-R1's random signs decide how well the outliers of one model are spread; at 4 bits and round to nearest, seeds
-and take the perplexity of a few calibration windows.
+differ (SmolLM2: perplexities of 134 to 143 for three of them). Searching costs nothing at run time: rotate, round to
+nearest, and take the perplexity of a few calibration windows.
 """
 
 from __future__ import annotations

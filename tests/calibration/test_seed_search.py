@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from quarot.calibration.seed_search import search_seed
-from quarot.config import QuarotConfig
+from quarot import QuarotConfig, search_seed
 
 
 def test_the_best_of_some_seeds(tiny_model: Callable[..., nn.Module]) -> None:
