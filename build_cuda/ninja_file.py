@@ -65,9 +65,13 @@ def render(layout: Layout, toolkit: Toolkit, *, strict: bool, output: str | None
     """The text of build.ninja; ``output`` is the extension module to link, None for the CUDA objects alone."""
     check = f'"$$QUAROT_BUILD_PYTHON" build_cuda/checked_nvcc.py{" --strict" if strict else ""}'
     includes = f'-Icsrc -isystem "{toolkit.cutlass}"'
-    defines = f"-DQUAROT_ARCHITECTURES={','.join(map(str, layout.chosen.cubins))}"
-    defines += f" -DQUAROT_PTX_ARCHITECTURES={','.join(map(str, layout.chosen.ptx))}"
-    concepts = " ".join(f"BIND({p.stem})" for p in layout.sources("*.cpp") if p.stem != "module")
+    # Lists are calls of a macro, not commas: nvcc takes a comma in -D for the start of the next definition.
+    lists = {
+        "QUAROT_ARCHITECTURES": [f"ITEM({arch})" for arch in layout.chosen.cubins],
+        "QUAROT_PTX_ARCHITECTURES": [f"ITEM({arch})" for arch in layout.chosen.ptx],
+        "QUAROT_CONCEPTS": [f"BIND({p.stem})" for p in layout.sources("*.cpp") if p.stem != "module"],
+    }
+    defines = " ".join(f"'-D{name}={' '.join(items)}'" for name, items in lists.items())
     lines = [
         "ninja_required_version = 1.5",
         f"builddir = {_escape(str(layout.build))}",
@@ -102,6 +106,6 @@ def render(layout: Layout, toolkit: Toolkit, *, strict: bool, output: str | None
         objects.append(str(target))
         lines += [f"build {_escape(str(target))}: binding {_escape(str(source))}"]
         if source.stem == "module":  # the one file that depends on the set of concepts and of architectures
-            lines += [f"  defines = {defines} '-DQUAROT_CONCEPTS={concepts}'"]
+            lines += [f"  defines = {defines}"]
     lines += [f"build {_escape(output)}: link {' '.join(map(_escape, objects))}", f"default {_escape(output)}", ""]
     return "\n".join(lines)

@@ -129,6 +129,23 @@ def test_ninja_accepts_it(tmp_path):
     assert "x.so: link" in result.stdout
 
 
+@pytest.mark.slow
+def test_the_module_compiles_for_several_architectures(tmp_path):
+    """The one file that the build's own definitions shape, through the real nvcc, as ninja would call it."""
+    pytest.importorskip("pybind11")
+    nvcc = toolkit.find_nvcc()
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    layout = ninja_file.Layout(ROOT, Selection())
+    text = ninja_file.render(layout, Toolkit(nvcc, (13, 0), Path("/cutlass")), strict=False, output="x.so")
+    rule = re.search(r"rule binding\n  command = (.*)", text)[1]
+    defines = re.search(r"bindings/module\.cpp\n  defines = (.*)", text)[1]
+    command = rule.replace("$defines", defines).replace("-MD -MF $out.d -MT $out ", "")
+    command = command.replace("$in", "csrc/bindings/module.cpp").replace("$out", str(tmp_path / "module.o"))
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_jobs_follow_max_jobs(monkeypatch):
     monkeypatch.setenv("MAX_JOBS", "3")
     assert compile.jobs() == 3

@@ -1,7 +1,7 @@
 // The Python module quarot._C: one bind function per concept, each in its own file beside this one.
 //
 // The build defines QUAROT_CONCEPTS from the files present, e.g. BIND(gemm) BIND(quantize): adding csrc/bindings/x.cpp
-// with bind_x is all it takes.
+// with bind_x is all it takes. QUAROT_ARCHITECTURES and QUAROT_PTX_ARCHITECTURES are lists such as ITEM(80) ITEM(90).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -12,6 +12,8 @@ namespace quarot {
 QUAROT_CONCEPTS
 }
 #undef BIND
+
+#define ITEM(number) number,
 
 PYBIND11_MODULE(_C, m) {
     m.doc() = "CUDA kernels of quarot. Pointers and the stream are integers; use torch.ops.quarot, not this module.";
