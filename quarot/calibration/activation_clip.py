@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 
 from quarot.calibration.fake_quantize import fake_quantize
+from quarot.precision import tf32
 
 RATIOS = tuple(1.0 - 0.025 * step for step in range(21))
 MOST_TOKENS = 8192
 
 
+@tf32(False)
 def search_activation_clip(x: torch.Tensor, weight: torch.Tensor, bits: int, group_size: int | None) -> float:
     """The ratio in 1.0, 0.975 .. 0.5 of least ``|(x - quantised x) W^T|^2``.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from quarot.precision import tf32
+
 
 class Moments:
     """Weighted means over tokens of ``x`` and ``x x^T`` (the Hessian) and, given targets t, of ``t`` and ``t x^T``.
@@ -21,9 +23,7 @@ class Moments:
         root = torch.ones(1, 1, device=x.device) if weight is None else weight.reshape(-1, 1).float().sqrt()
         rows = x.reshape(-1, x.shape[-1]).float() * root
         self._weight = self._weight + root.square().sum() * (rows.shape[0] if weight is None else 1)
-        before = torch.backends.cuda.matmul.allow_tf32
-        torch.backends.cuda.matmul.allow_tf32 = False  # Hessians need their small eigenvalues
-        try:
+        with tf32(False):  # Hessians need their small eigenvalues
             for name, values in {"x": x, **targets}.items():
                 other = rows if name == "x" else values.reshape(-1, values.shape[-1]).float() * root
                 self._means[name] = self._means.get(name, 0.0) + (other * root).sum(0)
@@ -31,8 +31,6 @@ class Moments:
                     self._products[name].addmm_(other.T, rows)
                 else:
                     self._products[name] = other.T @ rows
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
 
     @property
     def hessian(self) -> torch.Tensor:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quarot.config import QuarotConfig
+from quarot.ops.float32_matmul import float32_matmul
 from quarot.ops.gemm_w4a4 import gemm_w4a4
 from quarot.ops.gemm_w8a8 import gemm_w8a8
 from quarot.ops.hadamard import hadamard
@@ -166,8 +167,7 @@ class QuantLinear(nn.Module):
         offset = (self.weight_scale * self.weight_zero).reshape(self.out_features, -1)
         sums = codes[:, : self.in_features].view(codes.shape[0], offset.shape[1], -1).sum(-1, dtype=torch.int32)
         sums = sums.float() * row_scale[:, None]
-        # Per channel it is an outer product, which no setting for matmuls (TF32) can round.
-        out = out - (sums * offset.T if offset.shape[1] == 1 else sums @ offset.T)
+        out = out - (sums * offset.T if offset.shape[1] == 1 else float32_matmul(sums, offset.T))
         return out if self.bias is None else out + self.bias.float()
 
     def _forward_activation_groups(self, x: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ class QuantLinear(nn.Module):
             total += gemm_w8a8(c, s, w.contiguous(), w_scale, None, torch.float32)
             if w_zero is not None:
                 sums = c.view(c.shape[0], w_scale.shape[1], -1).sum(-1, dtype=torch.int32)
-                total -= (sums.float() * s[:, None]) @ (w_scale * w_zero).T
+                total -= float32_matmul(sums.float() * s[:, None], (w_scale * w_zero).T)
         return (total if self.bias is None else total + self.bias.float()).to(x.dtype)
 
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,7 @@ from quarot.ops.kv_gather import dequantize
 from quarot.ops.kv_layout import BLOCK_TOKENS, KVLayout
 from quarot.ops.quantize_per_token import DTYPE_CODES
 from quarot.ops.workspace import zeroed_counters
+from quarot.precision import tf32
 
 
 def check_query(query: Tensor, pool: Tensor, page_table: Tensor, lengths: Tensor) -> None:
@@ -45,6 +46,7 @@ def check_query(query: Tensor, pool: Tensor, page_table: Tensor, lengths: Tensor
         )
 
 
+@tf32(False)
 def _row(
     query: Tensor,
     layout: KVLayout,

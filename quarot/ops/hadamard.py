@@ -12,6 +12,7 @@ import torch
 from quarot.ops import hadamard_launch
 from quarot.ops.quantize_per_token import as_rows
 from quarot.ops.registry import define_op
+from quarot.precision import tf32
 from quarot.rotation.hadamard import hadamard_matrix, hadamard_spec
 from quarot.rotation.spec import HadamardSpec
 
@@ -59,7 +60,8 @@ def hadamard_reference(x: torch.Tensor, order: int, pow2: int, inner: int) -> to
         radix = min(pow2, _RADIX) if pow2 > 1 else order
         pow2, order = (pow2 // radix, order) if pow2 > 1 else (1, 1)
         factor = _scaled_matrix(radix, scale, y.dtype, y.device)
-        y = y.view(-1, radix) @ factor.T if stride == 1 else torch.matmul(factor, y.view(-1, radix, stride))
+        with tf32(False):
+            y = y.view(-1, radix) @ factor.T if stride == 1 else torch.matmul(factor, y.view(-1, radix, stride))
         scale, stride = 1.0, stride * radix
     return y.view(x.shape).to(x.dtype)
 

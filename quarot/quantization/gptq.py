@@ -14,6 +14,7 @@ import logging
 
 import torch
 
+from quarot.precision import tf32
 from quarot.quantization.gptq_block import rounder
 from quarot.quantization.grid import Grid, QuantizedWeight, as_groups, find_grid
 from quarot.quantization.rtn import finished
@@ -23,6 +24,7 @@ logger = logging.getLogger("quarot")
 _LARGEST_DAMPING = 1e6
 
 
+@tf32(False)
 def quantize_gptq(
     weight: torch.Tensor,
     hessian: torch.Tensor,

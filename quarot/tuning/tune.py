@@ -18,6 +18,7 @@ from torch import nn
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear, linear_weight
+from quarot.precision import tf32
 from quarot.quantization.stages import stages
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
@@ -31,12 +32,8 @@ def final_states(model: Any, windows: torch.Tensor, batch_size: int) -> torch.Te
     """Outputs of the final norm for windows [W, T]: [W, T, hidden]; on a GPU bfloat16, of TF32 products."""
     device = model.get_input_embeddings().weight.device
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
+    with tf32(True):
         return torch.cat([_states(model, ids.to(device)).to(kind) for ids in windows.split(batch_size)])
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def tune(

@@ -1,0 +1,103 @@
+"""Products that need all of float32 get it, whatever the user says about TF32 and by whichever name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quarot.calibration.activation_clip import search_activation_clip
+from quarot.calibration.moments import Moments
+from quarot.nn.quant_linear import QuantLinear
+from quarot.ops.float32_matmul import float32_matmul, float32_matmul_reference
+from quarot.ops.hadamard import hadamard, hadamard_reference
+from quarot.ops.registry import reference_backend
+from quarot.precision import tf32
+from quarot.quantization.gptq import quantize_gptq
+
+MATMUL = torch.backends.cuda.matmul
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.addmm_.default, aten.bmm.default, aten.baddbmm.default}
+
+
+@pytest.fixture
+def tf32_allowed() -> Iterator[None]:
+    before, MATMUL.allow_tf32 = MATMUL.allow_tf32, True
+    yield
+    MATMUL.allow_tf32 = before
+
+
+class Watch(TorchDispatchMode):
+    """Notes for every matrix product whether it may be rounded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PRODUCTS:
+            self.allowed.append(MATMUL.allow_tf32)
+        return func(*args, **(kwargs or {}))
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    "hadamard": lambda: hadamard_reference(torch.randn(4, 48), 12, 4, 1),
+    "float32_matmul": lambda: float32_matmul_reference(torch.randn(4, 3), torch.randn(3, 5)),
+    "gptq": lambda: quantize_gptq(torch.randn(8, 64), torch.eye(64), 4, block_size=32),
+    "moments": lambda: Moments().add(torch.randn(8, 4)),
+    "clip": lambda: search_activation_clip(torch.randn(8, 32), torch.randn(4, 32), 4, None),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_no_product_is_rounded(tf32_allowed: None, name: str) -> None:
+    with Watch() as watch:
+        CALLS[name]()
+    assert watch.allowed
+    assert not any(watch.allowed)
+    assert MATMUL.allow_tf32
+
+
+def test_the_setting_comes_back_after_an_error(tf32_allowed: None) -> None:
+    with pytest.raises(KeyError), tf32(False):
+        raise KeyError
+    assert MATMUL.allow_tf32
+
+
+@pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="torch before 2.9 has one name only")
+def test_the_newer_name_is_understood() -> None:
+    before = MATMUL.fp32_precision
+    MATMUL.fp32_precision = "tf32"
+    try:
+        with tf32(False):
+            assert MATMUL.fp32_precision == "ieee"
+            assert not MATMUL.allow_tf32
+        assert MATMUL.fp32_precision == "tf32"
+    finally:
+        MATMUL.fp32_precision = before
+
+
+def test_the_op_is_a_product_that_compiles() -> None:
+    a, b = torch.randn(4, 3), torch.randn(3, 5)
+    torch.library.opcheck(torch.ops.quarot.float32_matmul.default, (a, b))
+    compiled = torch.compile(lambda x, y: float32_matmul(x, y) + 1, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(a, b), a @ b + 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_results_on_a_gpu_do_not_depend_on_the_setting(tf32_allowed: None) -> None:
+    x = torch.randn(64, 768, device="cuda")
+    with reference_backend():
+        exact = hadamard(x.double(), 12, 64, 1)
+        torch.testing.assert_close(hadamard(x, 12, 64, 1).double(), exact, rtol=1e-5, atol=1e-5)
+    layer = QuantLinear(768, 256, w_symmetric=False, w_group_size=32, a_bits=8, device="cuda", dtype=torch.float32)
+    for name, high in (("qweight", 256), ("weight_scale", 1), ("weight_zero", 8)):
+        tensor = getattr(layer, name)
+        tensor.copy_(torch.randint(0, high, tensor.shape) if high > 1 else torch.rand(tensor.shape))
+    with torch.no_grad():
+        rounded = layer(x)
+        MATMUL.allow_tf32 = False
+        assert torch.equal(rounded, layer(x))
