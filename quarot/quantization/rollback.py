@@ -43,7 +43,8 @@ class Rollback:
         """The model as it was: modules, devices, weights, biases and the record of its rotation."""
         for name, layer in self._layers.items():
             layer.bias = self._biases[name]
-            self._model.set_submodule(name, layer)  # first, so that the memory of the integers is free by now
+            self._model.set_submodule(name, layer)
+        for name, layer in self._layers.items():  # only now is the memory of the integers free
             layer.to(self._homes[name])
         for parameter, values in self._weights:
             parameter.copy_(values)
