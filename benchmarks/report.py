@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import os
 import re
 import subprocess
@@ -184,20 +185,43 @@ def write_readme(path: Path = ROOT / "README.md", results: Path = RESULTS) -> No
     path.write_text(fill(text, "summary", summary(results)), encoding="utf-8")
 
 
+_WHOLE = ("e2e_decode", "e2e_prefill", "e2e_memory", "block_prefill")
+_M_RANGES = ((16, "1-16"), (64, "17-64"), (1024, "65-1024"), (None, "over 1024"))
+
+
+def _m_range(m: int) -> str:
+    return next(name for most, name in _M_RANGES if most is None or m <= most)
+
+
 def summary(results: Path = RESULTS) -> str:
-    """The README's speed table: three rows of each op and peer; the full tables are in docs/benchmarks.md."""
-    chosen: list[dict[str, Any]] = []
-    for path in sorted(results.glob("*.json")):
-        rows = [row for row in newest(read(path)) if row.get("ratio") is not None]
-        for key in dict.fromkeys((row["op"], row["peer"]) for row in rows):
-            mine = sorted((r for r in rows if (r["op"], r["peer"]) == key), key=lambda r: r["ratio"])
-            for row in dict.fromkeys(map(json.dumps, (mine[0], mine[len(mine) // 2], mine[-1]))):
-                chosen.append(json.loads(row))
-    if not chosen:
+    """The README's speed tables: whole models row by row, kernels as geometric means (all in docs/benchmarks.md)."""
+    every = [row for path in sorted(results.glob("*.json")) for row in newest(read(path))]
+    whole = [row for row in every if row.get("op") in _WHOLE]
+    rows = [row for row in every if row.get("ratio") is not None]
+    if not rows:
         return "No measurements yet."
-    columns = ("op", "model", "layer", "m", "n", "k", "us", "roof_us", "peer", "peer_us", "ratio", "gpu")
-    note = f"Slowest, median and fastest row of each op against each peer ({_commits(chosen)})."
-    return f"{note}\n\n{table(chosen, columns)}"
+    groups: dict[tuple[str, str, str, str], list[float]] = {}
+    for row in rows:
+        if row["op"] not in _WHOLE and row.get("m"):
+            groups.setdefault((row["op"], row["peer"], _m_range(row["m"]), row["gpu"]), []).append(row["ratio"])
+    kernels = [
+        {
+            "op": op,
+            "m": m,
+            "peer": peer,
+            "ratio": round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 2),
+            "lowest": round(min(ratios), 2),
+            "highest": round(max(ratios), 2),
+            "rows": len(ratios),
+            "gpu": gpu,
+        }
+        for (op, peer, m, gpu), ratios in groups.items()
+    ]
+    parts = [f"Ratio = time (or memory) of the peer / ours; {_commits(rows)}. Whole models (m = batch, n = context):"]
+    parts.append(table(whole, ("op", "model", "m", "n", "us", "tokens_per_s", "peer", "peer_us", "ratio", "gpu")))
+    parts.append("Kernels, geometric mean over shapes and m (batch for attention):")
+    parts.append(table(kernels, ("op", "m", "peer", "ratio", "lowest", "highest", "rows", "gpu")))
+    return "\n\n".join(parts)
 
 
 def plots(folder: Path, results: Path = RESULTS) -> list[Path]:

@@ -97,7 +97,7 @@ def test_tables_say_which_commits_they_are_of(tmp_path):
     rows = [{**report.stamp(a_row(m=m), gpu="NVIDIA H200"), "commit": c} for m, c in ((1, "aaaaaaa"), (2, "bbbbbbb1"))]
     report.append(rows, tmp_path / "h200.json")
     assert "commits aaaaaaa, bbbbbbb)" in report.speed_tables(tmp_path)
-    assert "(commits aaaaaaa, bbbbbbb)." in report.summary(tmp_path)
+    assert "commits aaaaaaa, bbbbbbb." in report.summary(tmp_path)
 
 
 def test_missing_markers_are_named():
