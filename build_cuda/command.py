@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ def _say(reason: str) -> None:
     print(f"\n{'*' * 80}\nquarot: installing WITHOUT the CUDA extension: {reason}\n{'*' * 80}\n", flush=True)
 
 
+_COMPILES_NOTHING = {"sdist", "egg_info", "dist_info"}  # setup.py commands that need no compiler
+
+
 def plan() -> tuple[list[Extension], str]:
     """The extensions to build (one or none) and, for none, the reason.
 
@@ -42,7 +46,7 @@ def plan() -> tuple[list[Extension], str]:
         find_toolkit()
         selection()
     except BuildError as error:
-        if mode == "1":
+        if mode == "1" and not _COMPILES_NOTHING & set(sys.argv):
             raise SystemExit(f"error: QUAROT_CUDA=1, but {error}") from None
         return [], str(error)
     return [Extension(MODULE, sources=[])], ""

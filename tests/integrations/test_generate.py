@@ -298,7 +298,12 @@ def test_continuous_batching_runs(quantized_model, logits):
     model = quantized_model(a_bits=16, k_bits=8, v_bits=8)
     config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
     prompts = [[5, 6, 7, 8, 9], [10, 11, 12]]
-    out = model.generate_batch(prompts, generation_config=config)
+    try:
+        out = model.generate_batch(prompts, generation_config=config)
+    except ValueError as error:  # 5.23
+        if "not supported for continuous batching" not in str(error):
+            raise
+        pytest.skip("this transformers serves continuous batching with its own attention functions only")
     for result, prompt in zip(
         sorted(out.values(), key=lambda r: int(r.request_id.split("_")[-1])), prompts, strict=True
     ):

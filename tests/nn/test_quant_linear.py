@@ -169,7 +169,7 @@ def test_readable_repr() -> None:
     text = repr(quantised(nn.Linear(96, 20), w_group_size=32, a_bits=8))
     assert "96, 20" in text
     assert "w4 sym groups of 32" in text
-    assert "a8 per token clip 0.9" in text
+    assert "a8 per token clip 1" in text
 
 
 def test_sizes_that_do_not_fit() -> None:
