@@ -112,6 +112,7 @@ def test_peak_memory_is_below_one_layer_in_float64() -> None:
 def test_progress_can_be_silenced(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     from quarot.progress import progress_bar
 
+    monkeypatch.delenv("QUAROT_PROGRESS", raising=False)
     assert list(progress_bar(range(3), "rotating")) == [0, 1, 2]
     assert "rotating" in capfd.readouterr().err
     list(progress_bar(range(3), "rotating", show=False))
