@@ -46,7 +46,9 @@ def test_triton_quantises_as_pytorch_does(
     differs = (fast[0] != slow[0]).float().mean()
     assert differs < 2e-3
     assert (fast[1] - slow[1]).float().norm() < 2e-2 * slow[1].float().norm()
-    assert float(fast[2]) == pytest.approx(float(slow[2]), rel=2e-2, abs=2e-2)
+    # The clip's gradient is a sum of terms of either sign, about a step times the given gradient each.
+    typical = float(grad.float().norm() * x.float().abs().max()) / (2 ** (bits - 1) - 1)
+    assert float(fast[2]) == pytest.approx(float(slow[2]), rel=2e-2, abs=0.03 * typical)
 
 
 def test_a_strided_input_is_read_as_it_is() -> None:
