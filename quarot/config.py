@@ -66,6 +66,12 @@ class QuarotConfig(QuantizationConfigMixin):
         training_samples: token windows that rotations and codes are trained on, drawn apart from those of GPTQ.
         resampling_rounds: how often the training windows are resampled by the model itself
             (:mod:`quarot.calibration.resampling`); each round adds as many windows.
+        gptq_expert_tokens: an expert's projection of K inputs to which calibration routes fewer than this many times K
+            tokens is calibrated on other tokens of its layer as well, until there are as many
+            (:mod:`quarot.quantization.expert_moments`); 0 never adds any, and rounds experts without a token to
+            nearest.
+        starved_experts: filled in by quantising: the tokens that calibration routed to each expert projection that had
+            too few of them, by module name.
     """
 
     quant_method: str = "quarot"  # type: ignore[assignment]
@@ -104,10 +110,12 @@ class QuarotConfig(QuantizationConfigMixin):
     rotation_steps: int = 0
     training_samples: int = 256
     resampling_rounds: int = 0
+    gptq_expert_tokens: int = 2
+    starved_experts: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else list(self.ignore))
-        for name in ("overrides", "rotation"):
+        for name in ("overrides", "rotation", "starved_experts"):
             value = getattr(self, name)
             if not isinstance(value, dict) and not (name == "rotation" and value is None):
                 raise ValueError(f"{name}={value!r} must be a dict")
@@ -127,7 +135,7 @@ class QuarotConfig(QuantizationConfigMixin):
         for name in ("w_group_size", "a_group_size"):
             if getattr(self, name) is not None:
                 self._positive(name)
-        for name in ("tune_steps", "rotation_steps", "resampling_rounds"):
+        for name in ("tune_steps", "rotation_steps", "resampling_rounds", "gptq_expert_tokens"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be an integer, 0 or more")
         self._in_range("tune_learning_rate", 0.0, 1.0)

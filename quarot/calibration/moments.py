@@ -11,9 +11,13 @@ class Moments:
     """Weighted means over tokens of ``x`` and ``x x^T`` (the Hessian) and, given targets t, of ``t`` and ``t x^T``.
 
     x [..., K] is the input of the layer that is being quantised; t [..., T] is anything of the same tokens. fp32 sums.
+
+    Attributes:
+        tokens: how many were counted.
     """
 
     def __init__(self) -> None:
+        self.tokens = 0
         self._weight: torch.Tensor | float = 0.0
         self._means: dict[str, torch.Tensor] = {}
         self._products: dict[str, torch.Tensor] = {}
@@ -22,6 +26,7 @@ class Moments:
         """Count the tokens of one step, each with its ``weight`` [..., 1] (1 when None)."""
         root = torch.ones(1, 1, device=x.device) if weight is None else weight.reshape(-1, 1).float().sqrt()
         rows = x.reshape(-1, x.shape[-1]).float() * root
+        self.tokens += rows.shape[0]
         self._weight = self._weight + root.square().sum() * (rows.shape[0] if weight is None else 1)
         with tf32(False):  # Hessians need their small eigenvalues
             for name, values in {"x": x, **targets}.items():
@@ -42,6 +47,11 @@ class Moments:
         if "x" not in self._products:
             raise ValueError("no calibration tokens reached this layer")
         return self._products["x"] / self._weight
+
+    @property
+    def targets(self) -> set[str]:
+        """Names of the targets that were given."""
+        return set(self._products) - {"x"}
 
     def cross(self, name: str) -> torch.Tensor:
         """fp32 [T, K] of the target of that name."""

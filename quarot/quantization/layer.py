@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.moments import Moments
 from quarot.calibration.observed_linear import ObservedLinear
 from quarot.config import QuarotConfig
+from quarot.nn.expert_list import ExpertList
 from quarot.nn.quant_linear import QuantLinear, linear_weight
+from quarot.quantization.expert_moments import chunks, routed_moments, top_up
 from quarot.quantization.gptq import check_finite, quantize_gptq
 from quarot.quantization.grid import QuantizedWeight
 from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rtn import positions, quantize_rtn
-from quarot.quantization.stages import Stage, same_grid, stages
+from quarot.quantization.stages import Stage, expert_stages, same_grid, stages
 from quarot.quantization.target import target_weight
 
 _CLIP_SEARCH_STEPS = 4
@@ -38,7 +41,11 @@ class LayerQuantizer:
         configs: by path inside the layer, of the linear layers to quantise.
         index: of the layer, for ``inputs``.
         inputs: hidden states in front of the layer; None when nothing needs calibration (RTN).
-        reference: hidden states of the unquantised model, for asymmetric calibration; None without.
+        reference: hidden states of the unquantised model, for asymmetric calibration; None without. Experts are
+            calibrated without it: the unquantised model sends other tokens to them.
+
+    Attributes:
+        starved: how many tokens calibration routed to each expert projection that needed tokens of other experts.
     """
 
     def __init__(
@@ -58,6 +65,7 @@ class LayerQuantizer:
         self.clips: dict[str, float] = {}
         self.latents: dict[str, torch.Tensor] = {}
         self.biases: dict[str, torch.Tensor] = {}
+        self.starved: dict[str, int] = {}
         for path in configs:
             check_finite(linear_weight(layer.get_submodule(path)), None, f"{name}.{path}")
         self.original = copy.deepcopy(layer) if reference is not None else None
@@ -76,6 +84,8 @@ class LayerQuantizer:
             moments = self._moments(weighted) if any(self.configs[p].w_method == "gptq" for p in weighted) else None
             for part in same_grid(weighted, self.configs):
                 self._quantize_part(part, moments)
+        for stage in expert_stages(self.record, self.layer):
+            self._quantize_experts(tuple(p for p in stage if p in self.configs and self.configs[p].w_bits < 16))
 
     def adopt(self, finished: FinishedLayer) -> None:
         """Take the codes of an interrupted run instead of computing them."""
@@ -87,11 +97,12 @@ class LayerQuantizer:
         for path, bias in finished.biases.items():
             self._set_bias(path, bias.to(self.observed[path].matrix.device))
         self.latents = finished.latents
+        self.starved = finished.starved
 
     @property
     def finished(self) -> FinishedLayer:
         """What a later run would need."""
-        return FinishedLayer(self.results, self.clips, self.latents, self.biases)
+        return FinishedLayer(self.results, self.clips, self.latents, self.biases, self.starved)
 
     def advance(self) -> None:
         """Move the hidden states behind this layer."""
@@ -106,6 +117,28 @@ class LayerQuantizer:
             result = self.results.get(path)
             parts = (None, None, None) if result is None else result
             self.layer.set_submodule(path, QuantLinear.from_linear(observed.source, self.configs[path], *parts))
+
+    def _quantize_experts(self, stage: Stage) -> None:
+        """One projection of every expert, each from the tokens that it sees (:mod:`.expert_moments`)."""
+        calibrated = {path: self.observed[path] for path in stage if self.configs[path].w_method == "gptq"}
+        for path in stage:
+            if path not in calibrated:
+                self._quantize_part((path,), None)
+        for part in chunks(calibrated):
+            moments = routed_moments(part, self._windows)
+            experts = self.layer.get_submodule(next(iter(part)).rpartition(".")[0].rpartition(".")[0])
+            assert isinstance(experts, ExpertList)
+            factor = self.configs[next(iter(part))].gptq_expert_tokens
+            self.starved |= top_up(experts, part, moments, factor, self._windows)
+            for path in part:
+                self._quantize_part((path,), moments[path] if moments[path].tokens else None)
+
+    def _windows(self) -> Iterator[None]:
+        """Send the calibration windows through the layer as it is now."""
+        assert self.inputs is not None
+        for hidden in self.inputs.steps:
+            self.inputs.run(self.index, self.layer, hidden)
+            yield
 
     def _quantize_part(self, part: Stage, moments: Moments | None) -> None:
         config = self.configs[part[0]]
@@ -124,7 +157,7 @@ class LayerQuantizer:
                 latent = positions(weight, result)
         else:
             original = weight
-            if self.original is not None:
+            if self.original is not None and "input" in moments.targets:
                 residual = moments.cross("residual") if part[0] in self._writers else None
                 weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
             latent = torch.empty_like(weight) if config.tune_steps else None
@@ -140,7 +173,7 @@ class LayerQuantizer:
                 latent=latent,
                 name=name,
             )
-            if config.gptq_bias_correction:
+            if config.gptq_bias_correction and any(self.observed[path].source.bias is not None for path in part):
                 wanted = original @ moments.mean("x" if self.original is None else "input")
                 self._shift_biases(part, wanted - result.dequantize() @ moments.mean())
         rows = [w.shape[0] for w in weights]

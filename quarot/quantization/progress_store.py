@@ -26,14 +26,15 @@ _SAMPLED = 4096
 
 
 class FinishedLayer(NamedTuple):
-    """What a decoder layer became, by path inside it: codes, searched activation clips, weights before rounding, and
-    corrected biases.
+    """What a decoder layer became, by path inside it: codes, searched activation clips, weights before rounding,
+    corrected biases, and the tokens of experts that calibration hardly reached.
     """
 
     results: dict[str, QuantizedWeight]
     clips: dict[str, float]
     latents: dict[str, torch.Tensor]
     biases: dict[str, torch.Tensor]
+    starved: dict[str, int]
 
 
 class ProgressStore:
@@ -77,14 +78,14 @@ class ProgressStore:
             return None
         with safe_open(self._path(name), framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
-            clips = json.loads(file.metadata()["clips"])
+            clips, starved = (json.loads(file.metadata()[key]) for key in ("clips", "starved"))
 
         def kind(name: str) -> dict[str, torch.Tensor]:
             return {key.removesuffix(":" + name): t for key, t in tensors.items() if key.endswith(":" + name)}
 
         scales, zeros = kind("scale"), kind("zero")
         results = {path: QuantizedWeight(c, scales[path], zeros.get(path)) for path, c in kind("codes").items()}
-        return FinishedLayer(results, clips, kind("latent"), kind("bias"))
+        return FinishedLayer(results, clips, kind("latent"), kind("bias"), starved)
 
     def save(self, name: str, layer: FinishedLayer) -> None:
         """Write one finished layer."""
@@ -92,7 +93,7 @@ class ProgressStore:
         tensors |= {f"{path}:bias": bias for path, bias in layer.biases.items()}
         for path, result in layer.results.items():
             tensors |= {f"{path}:{key}": tensor for key, tensor in result._asdict().items() if tensor is not None}
-        self._write(name, tensors, {"clips": json.dumps(layer.clips)})
+        self._write(name, tensors, {"clips": json.dumps(layer.clips), "starved": json.dumps(layer.starved)})
 
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -64,7 +64,9 @@ def quantize_model(
     of one layer and, in CPU memory, the weights that have been replaced so far; more only with ``tune_steps``
     (:mod:`quarot.tuning.tune`) and ``rotation_steps`` (a copy of the model in CPU memory). GPTQ follows the data: q, k,
     v; then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the online
-    rotations. Experts of a mixture are rounded to nearest.
+    rotations. Each expert of a mixture is calibrated on the tokens that are routed to it, and topped up with others of
+    its layer where they are few (:mod:`quarot.quantization.expert_moments`); a warning and ``starved_experts`` in the
+    configuration say which were.
 
     Raises:
         NotImplementedError: a family that is not supported, or tuning a mixture of experts.
@@ -82,8 +84,6 @@ def quantize_model(
         calibration = list(calibration)  # it may be drawn from twice
     windows = _windows(configs, config, calibration, tokenizer)
     if record.experts is not None:
-        if config.w_method == "gptq" and config.w_bits < 16:
-            logger.warning("experts are rounded to nearest: GPTQ would need more tokens than each of them sees")
         split_experts(model)
         configs = selected(model, record, config)
     store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(model, config, windows))
@@ -98,8 +98,9 @@ def quantize_model(
             config, clips = _quantize_and_train(
                 model, configs, windows, material, store, config, where, progress, rollback
             )
+            starved: dict[str, int] = {}
         else:
-            clips = _quantize_layers(model, configs, windows, store, config, where, progress, rollback)[0]
+            clips, _, starved = _quantize_layers(model, configs, windows, store, config, where, progress, rollback)
     except BaseException:
         rollback.undo()
         raise
@@ -109,11 +110,37 @@ def quantize_model(
     overrides = {
         re.escape(name): {**config.overrides.get(re.escape(name), {}), "a_clip": c} for name, c in clips.items()
     }
-    config = config.replace(overrides={**config.overrides, **overrides})
+    config = config.replace(overrides={**config.overrides, **overrides}, starved_experts=starved)
+    if starved:
+        _tell_starved(starved, config)
     from quarot.integrations.transformers import attach
 
     attach(model, config)
     return model
+
+
+def _tell_starved(starved: dict[str, int], config: QuarotConfig) -> None:
+    """One warning for all experts that calibration reached too little."""
+    names = [f"{name} ({tokens} tokens)" for name, tokens in sorted(starved.items(), key=lambda item: item[1])]
+    fallback = "topped up with other tokens of their layer" if config.gptq_expert_tokens else "rounded to nearest"
+    logger.warning(
+        "GPTQ: calibration routed too few tokens to %d expert projections, which were %s: %s%s",
+        len(names),
+        fallback,
+        ", ".join(names[:_MOST_NAMES]),
+        ", ..; all of them are in the configuration's starved_experts" if len(names) > _MOST_NAMES else "",
+    )
+
+
+_MOST_NAMES = 8
+
+
+class Quantized(NamedTuple):
+    """By module name: searched activation clips, weights before rounding, tokens of experts that had too few."""
+
+    clips: dict[str, float]
+    latents: dict[str, torch.Tensor]
+    starved: dict[str, int]
 
 
 def _windows(
@@ -147,13 +174,14 @@ def _quantize_layers(
     device: torch.device | None,
     progress: bool,
     rollback: Rollback,
-) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Quantise every layer; returns the searched activation clips and the weights before rounding, by module name."""
+) -> Quantized:
+    """Quantise every layer."""
     record = architecture_of(model)
     inputs = None if windows is None else LayerInputs(model, windows, device)
     reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None
     clips: dict[str, float] = {}
     latents: dict[str, torch.Tensor] = {}
+    starved: dict[str, int] = {}
     layers = list(decoder_layers(model))
     for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
         prefix = name + "."
@@ -177,9 +205,10 @@ def _quantize_layers(
             layer.to(home)
         clips |= {prefix + path: clip for path, clip in work.clips.items()}
         latents |= {prefix + path: latent for path, latent in work.latents.items()}
+        starved |= {prefix + path: tokens for path, tokens in work.starved.items()}
     if record.lm_head in configs:
         quantize_head(model, record, configs[record.lm_head], inputs, device)
-    return clips, latents
+    return Quantized(clips, latents, starved)
 
 
 def _quantize_and_train(
@@ -220,7 +249,7 @@ def _quantize_and_train(
         clips = {name: chosen.a_clip for name, chosen in configs.items() if chosen.a_bits < 16}
         calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
         inputs = windows if calibrated else None
-        searched, latents = _quantize_layers(model, configs, inputs, store, config, device, progress, rollback)
+        searched, latents, _ = _quantize_layers(model, configs, inputs, store, config, device, progress, rollback)
         clips |= searched
         if config.tune_steps:
             clips |= tune(model, config, material, targets, latents, progress)

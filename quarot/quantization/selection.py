@@ -25,8 +25,7 @@ def selected(model: nn.Module, record: Architecture, config: QuarotConfig) -> di
     for name, module, role in linear_modules(model):
         own = config.for_module(name)
         if role.startswith("expert"):
-            # A few hundred windows leave some experts with too few tokens for a Hessian: these weights are rounded.
-            own = own.replace(w_method="rtn", a_clip_search=False)
+            own = own.replace(a_clip_search=False)  # too few tokens for some experts; all take a_clip
         if isinstance(module, QuantLinear):
             raise ValueError(f"{name} is quantised already; quantize_model needs the full-precision model")
         if config.ignores(name) or own.w_bits == own.a_bits == 16:

@@ -13,13 +13,20 @@ Stage = tuple[str, ...]
 
 
 def stages(record: Architecture, layer: nn.Module) -> list[Stage]:
-    """``(q, k, v), (o,), (gate, up), (down,)`` of one layer, or their fused forms; those of an expert one by one."""
+    """``(q, k, v), (o,), (gate, up), (down,)`` of one layer, or their fused forms; experts are not among them."""
     paths = [tuple(p.path for p in group if has_submodule(layer, p.path)) for group in record.slots.values()]
-    if record.experts is not None and has_submodule(layer, record.experts.module):
-        experts = layer.get_submodule(record.experts.module)
-        if isinstance(experts, ExpertList):
-            paths += [(f"{record.experts.module}.{path}",) for path, _, _ in experts.linears()]
     return [stage for stage in paths if stage]
+
+
+def expert_stages(record: Architecture, layer: nn.Module) -> list[Stage]:
+    """All experts' gate-up projections, then all down projections: each path has an input of its own."""
+    if record.experts is None or not has_submodule(layer, record.experts.module):
+        return []
+    experts = layer.get_submodule(record.experts.module)
+    if not isinstance(experts, ExpertList):
+        return []
+    named = [(f"{record.experts.module}.{path}", role) for path, _, role in experts.linears()]
+    return [tuple(path for path, role in named if role == wanted) for wanted in ("expert_gate_up", "expert_down")]
 
 
 def same_grid(stage: Stage, configs: dict[str, QuarotConfig]) -> list[Stage]:

@@ -10,6 +10,7 @@ from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
 from quarot.integrations.transformers import generation, saving
 from quarot.integrations.transformers.quantizer import QuarotHfQuantizer, forget
+from quarot.nn.expert_list import ExpertList
 from quarot.nn.kv_format import KVFormat
 from quarot.runtime import fused_decoder
 
@@ -52,6 +53,9 @@ def attach(
         generation.install(model)
     else:
         _restore_attention(model)
+    for module in model.modules():
+        if isinstance(module, ExpertList):
+            module.settle()
     if quantized:
         fused_decoder.install(model)
     else:
