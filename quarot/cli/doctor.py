@@ -17,9 +17,9 @@ OPTIONAL = {
     "lm-eval": "zero-shot tasks (extra eval)",
     "gguf": "the model smollm2 (extra gguf)",
     "matplotlib": "quarot plot (extra plot)",
-    "flashinfer-python": "a benchmark peer (extra flashinfer)",
+    "flashinfer-python": "prefill attention, and a benchmark peer (extra flashinfer)",
 }
-_VARIABLES = ("QUAROT_BACKEND", "QUAROT_CACHE", "QUAROT_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = ("QUAROT_BACKEND", "QUAROT_FLASHINFER", "QUAROT_CACHE", "QUAROT_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

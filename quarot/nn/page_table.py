@@ -25,7 +25,7 @@ class Step(NamedTuple):
         before: int32 [B], tokens a row held before.
         table: int32 [B, pages], page ids; entries past a row's length are arbitrary.
         past: columns before this step; None where the host does not know (fixed size, one token or compiled).
-        longest: upper bound of ``before``, known on the host.
+        longest, shortest: upper and lower bound of ``before``, known on the host.
         pages: pages that every pool must have by now.
         copies: (source, target) int64 page ids to copy before writing (copy on write), or None.
     """
@@ -38,6 +38,7 @@ class Step(NamedTuple):
     longest: int
     pages: int
     copies: tuple[Tensor, Tensor] | None
+    shortest: int = 0
 
     def on(self, device: torch.device) -> Step:
         """The same step with its tensors on another layer's device."""
@@ -45,7 +46,7 @@ class Step(NamedTuple):
             return self
         copies = None if self.copies is None else (self.copies[0].to(device), self.copies[1].to(device))
         slots, lengths, before, table = (x.to(device) for x in (self.slots, self.lengths, self.before, self.table))
-        return Step(slots, lengths, before, table, self.past, self.longest, self.pages, copies)
+        return self._replace(slots=slots, lengths=lengths, before=before, table=table, copies=copies)
 
 
 def slots_of(table: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -143,8 +144,8 @@ class GrowingTable:
         if copied:
             pairs = torch.tensor([(old, self.rows[row][place]) for row, place, old in copied]).to(device)
             copies = (pairs[:, 0], pairs[:, 1])
-        longest = max(old_counts, default=0)
-        return Step(slots.reshape(-1), self.lengths, before, table, past, longest, self.num_pages, copies)
+        longest, shortest = max(old_counts, default=0), min(old_counts, default=0)
+        return Step(slots.reshape(-1), self.lengths, before, table, past, longest, self.num_pages, copies, shortest)
 
     def table(self, device: torch.device) -> Tensor:
         """Page ids int32 [B, pages]."""
@@ -215,7 +216,7 @@ class GrowingTable:
         copied = []
         self._reserve(added)
         for number, (row, count, more) in enumerate(zip(self.rows, self.counts, added, strict=True)):
-            if more and count % self.page_size and self.references[row[-1]] > 1:
+            if self._writes_shared(row, count, more):
                 copied.append((number, len(row) - 1, row[-1]))
                 self._release(row[-1])
                 row[-1] = self._take()
@@ -224,6 +225,10 @@ class GrowingTable:
                 row.append(self._take())
                 self._table = None
         return copied
+
+    def _writes_shared(self, row: list[int], count: int, more: int) -> bool:
+        """Whether ``more`` tokens behind ``count`` begin in a page that other rows read, too."""
+        return bool(more) and count % self.page_size > 0 and self.references[row[-1]] > 1
 
     def _share(self, group: int) -> None:
         """Let every row read the pages of the first row of its group."""
@@ -235,8 +240,9 @@ class GrowingTable:
 
     def _reserve(self, added: list[int]) -> None:
         """Raise ``num_pages`` so that the coming :meth:`_take` calls succeed; by half at least, so growth is rare."""
-        counts = zip(self.rows, self.counts, added, strict=True)
-        need = sum(-(-(count + more) // self.page_size) - len(row) + 1 for row, count, more in counts)
+        need = 0
+        for row, count, more in zip(self.rows, self.counts, added, strict=True):
+            need += -(-(count + more) // self.page_size) - len(row) + self._writes_shared(row, count, more)
         if need <= len(self.free):
             return
         hint = len(self.rows) * -(-self.reserve // self.page_size)
@@ -328,7 +334,9 @@ class StaticTable:
                 captured, the batch differs from that of the rows held.
         """
         eager = not torch.compiler.is_compiling() and not _capturing(device)
-        past = int(self.columns) if eager and count > 1 else None
+        past, shortest = None, 0
+        if eager and count > 1:
+            past, shortest = torch.stack((self.columns, self.lengths[:batch].min().long())).tolist()
         before_host = self.counted if past is None else past
         if batch > self.max_batch or count + before_host > self.max_length:
             raise ValueError(
@@ -351,13 +359,13 @@ class StaticTable:
         view.copy_(torch.where(kept, slots, -1).view(-1))
         lengths.copy_((before + new.sum(1).to(torch.int32)).clamp(max=self.max_length))
         self.columns.add_(count)
-        return self.current(batch, count, past)
+        step = self.current(batch, count)
+        return step if past is None else step._replace(past=past, longest=past, shortest=shortest)
 
-    def current(self, batch: int, count: int, past: int | None) -> Step:
-        """The step that :meth:`append` laid out, for the layers after the first."""
-        longest = self.max_length if past is None else past
+    def current(self, batch: int, count: int) -> Step:
+        """The step that :meth:`append` laid out, as far as it is known without asking the device."""
         fixed = (self.lengths[:batch], self.before[:batch], self.pages[:batch])
-        return Step(self.slots[: batch * count], *fixed, past, longest, self.num_pages, None)
+        return Step(self.slots[: batch * count], *fixed, None, self.max_length, self.num_pages, None)
 
     def crop(self, remove: int) -> None:
         """Drop the last ``remove`` columns of every row."""

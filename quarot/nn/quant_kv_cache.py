@@ -19,6 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from quarot.nn.kv_format import KVFormat, arguments, token_major
 from quarot.nn.page_table import GrowingTable, StaticTable, Step, slots_of
+from quarot.nn.partial_attention import Partial, attend, merge
 from quarot.ops.decode_attention import decode_attention
 
 if TYPE_CHECKING:
@@ -45,6 +46,13 @@ class QuantKVLayer(CacheLayerMixin):
 
     is_croppable = True
     is_sliding = False  # a window is applied when reading; nothing is thrown away, so every crop is possible
+
+    PACKED_ROWS = 256
+    """Up to this many queries (tokens x heads of a kv head) attend to a past through the decode kernel."""
+    BLOCK_ELEMENTS = 1 << 26
+    """Keys (and as many values) of a past that are dequantised at once for more of them ..."""
+    LEAST_BLOCK = 1024
+    """... but at least this many tokens a row, or merging the parts takes longer than computing them."""
 
     def __init__(self, table: GrowingTable | StaticTable, kv_format: KVFormat, first: bool) -> None:
         super().__init__()
@@ -101,17 +109,59 @@ class QuantKVLayer(CacheLayerMixin):
         key, value = (x.view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2) for x in pair)
         return key, value
 
-    def gather_past(self, step: Step, room: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What was stored before ``step``, and zeros for ``room`` more tokens behind it.
+    def attend_past(self, query: Tensor, step: Step, scale: float, window: int, positions: Tensor) -> Partial | None:
+        """Attention of new tokens to what was stored before ``step``; None where there is nothing to see.
+
+        Few queries read the codes where they lie; many read them dequantised, a bounded number of tokens at a time.
+
+        Args:
+            query: [B, Hq, T, D], rotated by R3.
+            positions: int64 [B, T], place in its row of every query.
+        """
+        batch, heads, count, dim = query.shape
+        if not window and count * heads // self.kv_heads <= self.PACKED_ROWS:
+            return self._attend_packed(query, step, scale)
+        length = min(step.longest, window - 1) if window else step.longest
+        first = step.before - length if window else torch.zeros_like(step.before)
+        block = max(self.LEAST_BLOCK, self.BLOCK_ELEMENTS // (batch * self.kv_heads * dim))
+        part = None
+        for start in range(0, length, block):
+            size = min(block, length - start)
+            key, value, place, filled = self.gather_past(step, first + start, size)
+            visible = filled[:, None, None, :] if window or start + size > step.shortest else None
+            if window and visible is not None:
+                visible = visible & (place[:, None, None, :] > positions[:, None, :, None] - window)
+            more = attend(query, key, value, scale, visible=visible)
+            part = more if part is None else merge(part, more)
+        return part
+
+    def _attend_packed(self, query: Tensor, step: Step, scale: float) -> Partial:
+        """The decode kernel sees every new token as further heads of one: then nothing of the past is hidden."""
+        assert self.pool is not None
+        batch, heads, count, dim = query.shape
+        group = heads // self.kv_heads
+        rows = query.view(batch, self.kv_heads, group, count, dim).transpose(2, 3)  # heads of a kv head stay together
+        rows = rows.reshape(batch, 1, heads * count, dim)
+        args = (*arguments(self.layout), scale, 0, 0, 0)
+        out, lse = decode_attention(rows, self.pool, step.table, step.before, *args)
+        out = out.view(batch, self.kv_heads, count, group, dim).transpose(2, 3).reshape(query.shape)
+        return Partial(out, lse.view(batch, self.kv_heads, count, group).transpose(2, 3).reshape(query.shape[:3]))
+
+    def gather_past(self, step: Step, first: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Tokens ``first`` .. ``first + size - 1`` of every row, of those that were stored before ``step``.
+
+        Args:
+            first: int [B], may be negative.
 
         Returns:
-            Dequantised (rotated) keys and values [B, kv_heads, S + room, D]; which of the S places are filled, [B, S].
+            Dequantised (rotated) keys and values [B, kv_heads, size, D], places in the rows int64 [B, size], and
+            which of them are filled, bool [B, size]; the others are zeros.
         """
-        positions = torch.arange(max(step.longest, 1), device=step.before.device).expand(len(step.before), -1)
-        filled = positions < step.before[:, None]
-        positions = positions.clamp(max=step.table.shape[1] * self.table.page_size - 1)
-        slots = slots_of(step.table, positions, self.table.page_size).masked_fill(~filled, -1)
-        return *self.gather(torch.nn.functional.pad(slots, (0, room), value=-1)), filled
+        place = first[:, None].long() + torch.arange(size, device=first.device)
+        filled = (place >= 0) & (place < step.before[:, None])
+        inside = place.clamp(0, step.table.shape[1] * self.table.page_size - 1)
+        slots = slots_of(step.table, inside, self.table.page_size).masked_fill(~filled, -1)
+        return *self.gather(slots), place, filled
 
     def _allocate(self, pages: int) -> Tensor:
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)
@@ -295,9 +345,8 @@ class QuantKVCache(Cache):
             step = self.table.append(batch, count, valid, layer.device)
             if not torch.compiler.is_compiling():
                 first.step = step
-        elif isinstance(self.table, StaticTable):
-            past = None if torch.compiler.is_compiling() or count == 1 else first.step.past
-            step = self.table.current(batch, count, past)
+        elif isinstance(self.table, StaticTable) and torch.compiler.is_compiling():
+            step = self.table.current(batch, count)
         else:
             step = first.step
         return step.on(layer.device)

@@ -48,6 +48,11 @@ def reference_backend() -> Iterator[None]:
         _force_reference = before
 
 
+def forces_reference() -> bool:
+    """Whether every op runs its reference now."""
+    return _force_reference
+
+
 @functools.cache
 def extension() -> ModuleType | None:
     """The compiled module ``quarot._C``, or None (the reason is :func:`extension_status`)."""

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from quarot.integrations import flashinfer
 from quarot.nn.kv_format import KVFormat
 from quarot.nn.page_table import Step, new_positions
+from quarot.nn.partial_attention import attend, merge
 from quarot.nn.quant_kv_cache import KVHandle, QuantKVCache, QuantKVLayer
 
 Output = tuple[Tensor, Tensor | None]
@@ -130,6 +132,9 @@ def _prefill(
     key, value = handle.key, handle.value
     if handle.cache.prefill_mode == "quantized":
         query, key, value = _stored(query, handle.layer, step)
+    served = flashinfer.attend(query, key, value, scale, query.shape[2] > 1) if mask is None else None
+    if served is not None:
+        return served[0].transpose(1, 2)
     return sdpa_attention_forward(module, query, key, value, mask, scaling=scale)[0]
 
 
@@ -140,37 +145,19 @@ def _stored(query: Tensor, layer: QuantKVLayer, step: Step) -> tuple[Tensor, Ten
 
 
 def _chunk(query: Tensor, handle: KVHandle, step: Step, mask: Tensor | None, scale: float, window: int) -> Tensor:
-    """Attention of many new tokens to the stored past and to each other, in the rotated basis of the stored keys."""
+    """Attention of many new tokens to the stored past, merged with that to each other.
+
+    Distances from the past are counted in real tokens, which left padding does not change.
+    """
     layer, count = handle.layer, query.shape[2]
-    keys, values, filled = layer.gather_past(step, count)
+    rotated, key, value = layer.format.rotate_heads(query), handle.key, handle.value
+    positions = new_positions(step.before, count, None if mask is None else valid_tokens(mask, len(step.before)))
+    past = layer.attend_past(rotated, step, scale, window, positions)
     if handle.cache.prefill_mode == "quantized":
         query, key, value = _stored(query, layer, step)
-    else:
-        query, key, value = layer.format.rotate_heads(query), layer.format.rotate_heads(handle.key), handle.value
-    keys[:, :, -count:], values[:, :, -count:] = key, value
-    visible = _chunk_mask(filled, step, mask, count, window)
-    group = query.shape[1] // layer.kv_heads
-    outs = []
-    for head in range(layer.kv_heads):  # one kv head at a time: SDPA with a mask would copy it for every query head
-        one_key, one_value = (x[:, head : head + 1].expand(-1, group, -1, -1) for x in (keys, values))
-        some = query[:, head * group : (head + 1) * group]
-        outs.append(nn.functional.scaled_dot_product_attention(some, one_key, one_value, visible, scale=scale))
-    return torch.cat(outs, dim=1).transpose(1, 2).contiguous()
-
-
-def _chunk_mask(filled: Tensor, step: Step, mask: Tensor | None, count: int, window: int) -> Tensor:
-    """What each new token sees of the past and of the new tokens: bool [B, 1, T, S + T].
-
-    Distances within the past and from it are counted in real tokens, which left padding does not change.
-    """
-    valid = None if mask is None else valid_tokens(mask, len(filled))
-    if mask is None:
-        place = torch.arange(count, device=filled.device)
-        mask = place <= place[:, None]
-        if window:
-            mask = mask & (place > place[:, None] - window)
-    seen = filled[:, None, None, :].expand(-1, -1, count, -1)
-    if window:
-        oldest = new_positions(step.before, count, valid) - window
-        seen = seen & (torch.arange(filled.shape[1], device=filled.device) > oldest[:, None, :, None])
-    return torch.cat([seen, mask.expand(len(filled), 1, -1, -1)], dim=-1)
+    if mask is None and 0 < window < count:
+        place = torch.arange(count, device=query.device)
+        mask = (place <= place[:, None]) & (place > place[:, None] - window)
+    new = attend(query, key, value, scale, causal=mask is None, visible=mask)
+    both = new if past is None else merge(past, new)
+    return both.out.to(query.dtype).transpose(1, 2).contiguous()

@@ -1,0 +1,133 @@
+"""Attention over a part of the keys, and the merge of such parts: a long past never has to be in memory at once.
+
+Over disjoint sets of keys with results ``out_i`` and log-sum-exps ``lse_i`` (base 2, as FlashInfer and
+:mod:`quarot.ops.decode_attention` have them)::
+
+    lse = log2(sum_i 2^lse_i)        out = sum_i out_i 2^(lse_i - lse)
+
+Notation: B rows, Hq query heads, Hkv key/value heads, T queries, S keys, D head_dim.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quarot.integrations import flashinfer
+from quarot.precision import tf32
+
+_MOST_SCORES = 1 << 24
+"""Elements of a mask or score matrix made at once (B or Hq included where it has them): queries are cut accordingly."""
+
+_LOG2_E = math.log2(math.e)
+
+
+class Partial(NamedTuple):
+    """``out`` [B, Hq, T, D], normalised over the keys seen; ``lse`` float32 [B, Hq, T], base 2.
+
+    A query that saw no key has an lse so low that any other part outweighs it, and a finite ``out``.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+
+def merge(one: Partial, other: Partial) -> Partial:
+    """Both parts together, in float32 (or wider). Memory of ``one`` is reused where it is float32 already."""
+    wide = torch.promote_types(one.out.dtype, torch.float32)
+    weight = torch.sigmoid((other.lse - one.lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf) / _LOG2_E)
+    out = one.out.to(wide).lerp_(other.out.to(wide), weight.to(wide)[..., None])
+    return Partial(out, torch.logaddexp2(one.lse, other.lse))
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, causal: bool = False, visible: Tensor | None = None
+) -> Partial:
+    """Attention of query [B, Hq, T, D] to key and value [B, Hkv, S, D].
+
+    Args:
+        scale: of the scores.
+        causal: query t sees keys 0 .. t (S = T).
+        visible: bool, broadcastable to [B, 1, T, S]: which keys a query sees; not with ``causal``.
+
+    Without ``visible`` FlashInfer serves where it is installed, else PyTorch's flash kernel; with it, PyTorch's
+    memory-efficient kernel; elsewhere (a CPU, float64) plain float32 matrix products. None of them forms more than
+    2^24 scores at once.
+    """
+    served = flashinfer.attend(query, key, value, scale, causal) if visible is None else None
+    if served is not None:
+        return Partial(*served)
+    if not query.is_cuda or query.dtype == torch.float64:
+        return _blocks(_plain, query, key, value, scale, causal, visible)
+    key, value = (_every_head(x, query.shape[1]) for x in (key, value))
+    if visible is None and query.dtype != torch.float32:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+        out, lse = flash(query, key, value, 0.0, causal, scale=scale)[:2]
+        return Partial(out, lse * _LOG2_E)
+    return _blocks(_efficient, query, key, value, scale, causal, visible)
+
+
+def _every_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values [B, Hkv, S, D] once for each of ``heads`` query heads."""
+    batch, kv_heads, length, dim = x.shape
+    if kv_heads == heads:
+        return x
+    return x[:, :, None].expand(-1, -1, heads // kv_heads, -1, -1).reshape(batch, heads, length, dim)
+
+
+def _blocks(
+    function: object, query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool, visible: Tensor | None
+) -> Partial:
+    """``function`` on as many queries at a time as keep scores (or their mask) under ``_MOST_SCORES``."""
+    batch, heads, count, _ = query.shape
+    length = key.shape[2]
+    tall = visible is not None and visible.shape[-2] > 1
+    rows = max(1, _MOST_SCORES // (batch * length * (heads if function is _plain else 1)))
+    if function is _efficient and not tall and not causal:
+        rows = count
+    parts = []
+    for start in range(0, count, rows):
+        stop = min(start + rows, count)
+        seen = visible[..., start:stop, :] if visible is not None and tall else visible
+        if causal:
+            place = torch.arange(length, device=query.device)
+            seen = place[:stop] <= place[start:stop, None]
+        end = stop if causal else length
+        parts.append(function(query[:, :, start:stop], key[:, :, :end], value[:, :, :end], scale, seen))  # type: ignore[operator]
+    if len(parts) == 1:
+        return parts[0]
+    return Partial(torch.cat([part.out for part in parts], 2), torch.cat([part.lse for part in parts], 2))
+
+
+@tf32(False)
+def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None) -> Partial:
+    wide = torch.promote_types(query.dtype, torch.float32)
+    batch, heads, count, dim = query.shape
+    kv_heads = key.shape[1]
+    grouped = (query.to(wide) * scale).reshape(batch, kv_heads, -1, dim)
+    score = (grouped @ key.to(wide).transpose(2, 3)).view(batch, heads, count, -1)
+    if visible is not None:
+        score = score.masked_fill(~visible, -math.inf)
+    lse = torch.logsumexp(score, -1)
+    weight = (score - lse.nan_to_num(neginf=0.0)[..., None]).exp_()
+    out = weight.view(batch, kv_heads, -1, weight.shape[-1]) @ value.to(wide)
+    return Partial(out.view(batch, heads, count, dim).to(query.dtype), (lse * _LOG2_E).float())
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None) -> Partial:
+    """PyTorch's memory-efficient kernel. Hidden keys get a large negative bias, not -inf: a query that sees no key of
+    this part then has an lse near that bias, which the merge weighs with 0, instead of NaN."""
+    batch, heads, count, _ = query.shape
+    length, bias = key.shape[2], None
+    if visible is not None:
+        # The kernel wants rows aligned to 16 bytes.
+        shape = (*torch.broadcast_shapes(visible.shape, (1, 1, 1, 1))[:3], -(-length // 8) * 8)
+        bias = torch.zeros(shape, dtype=query.dtype, device=query.device)[..., :length]
+        bias.masked_fill_(~visible, torch.finfo(query.dtype).min / 2)
+        bias = bias.expand(batch, heads, count, length)
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention.default
+    out, lse = kernel(query, key, value, bias, True, 0.0, False, scale=scale)[:2]
+    return Partial(out, lse[:, :, :count] * _LOG2_E)
