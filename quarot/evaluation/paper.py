@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,17 +16,26 @@ class Experiment:
         rotate: keywords of :func:`quarot.rotate_model`; None leaves the model unrotated.
         quantize: keywords of :func:`quarot.quantize_model`; None leaves it in full precision.
         paper: WikiText-2 perplexity in the paper, by model.
+        paper_tasks: zero-shot accuracies in the paper, in the order of :data:`TASKS`, and their average, by model.
+        residual_bits: bits of the residual stream (:mod:`quarot.evaluation.residual_stream`); None leaves it.
+        half_hadamard: online transforms in fp16 (:mod:`quarot.evaluation.half_hadamard`).
     """
 
     setting: str
     rotate: dict[str, Any] | None = field(default_factory=dict)
     quantize: dict[str, Any] | None = None
     paper: dict[str, float] = field(default_factory=dict)
+    paper_tasks: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    residual_bits: int | None = None
+    half_hadamard: bool = False
 
     @property
     def random(self) -> bool:
         """Whether a seed changes anything."""
-        return self.quantize is not None and (self.rotate is not None or self.quantize.get("w_method") != "rtn")
+        if self.quantize is None:
+            return self.rotate is not None and self.residual_bits is not None
+        rounds = self.quantize.get("w_bits", 4) == 16 or self.quantize.get("w_method") == "rtn"
+        return self.rotate is not None or not rounds
 
 
 @dataclass(frozen=True)
@@ -58,6 +68,10 @@ def _bits(w: int, a: int, k: int, v: int, **fields: Any) -> dict[str, Any]:
     return {"w_bits": w, "a_bits": a, "k_bits": k, "v_bits": v, **fields}
 
 
+TASKS = ("piqa", "winogrande", "hellaswag", "arc_easy", "arc_challenge", "lambada")
+"""The paper's zero-shot tasks, in the order of its tables."""
+
+
 def _llama2(small: float | None, middle: float | None, large: float | None) -> dict[str, float]:
     figures = {"llama-2-7b": small, "llama-2-13b": middle, "llama-2-70b": large}
     return {model: figure for model, figure in figures.items() if figure is not None}
@@ -77,17 +91,20 @@ _MAIN = Experiment(
 )
 
 
+_RTN_4_PAPER = _llama2(8.37, 6.09, 4.14) | {"phi-3-mini": 11.69}
+
+
 def _grouped(size: int, paper: dict[str, float]) -> Experiment:
     fields = {"w_group_size": size, "a_group_size": size}
     return Experiment(f"w4a4kv4-gptq-g{size}", quantize=_bits(4, 4, 4, 4, **fields), paper=paper)
 
 
-def _uniform(bits: int, method: str, paper: dict[str, float]) -> Experiment:
+def _uniform(bits: int, method: str, paper: dict[str, float], average: dict[str, float] | None = None) -> Experiment:
     # The cache has no 6-bit codes; 8 are what the next larger ones cost.
     kv = bits if bits != 6 else 8
-    return Experiment(
-        f"w{bits}a{bits}kv{kv}-{method}", quantize=_bits(bits, bits, kv, kv, w_method=method), paper=paper
-    )
+    fields = _bits(bits, bits, kv, kv, **({"w_method": method} if method != "gptq" else {}))
+    tasks: dict[str, tuple[float, ...]] = {model: (figure,) for model, figure in (average or {}).items()}
+    return Experiment(f"w{bits}a{bits}kv{kv}-{method}", quantize=fields, paper=paper, paper_tasks=tasks)
 
 
 def _cache(k: int, v: int, *paper: float) -> Experiment:
@@ -114,11 +131,41 @@ def _clips() -> tuple[Experiment, ...]:
     return (_FULL, *one, *two)
 
 
+_TASKS_FULL: dict[str, tuple[float, ...]] = {
+    "llama-2-7b": (79.11, 69.06, 75.99, 74.58, 46.25, 73.90, 69.82),
+    "llama-2-13b": (80.47, 72.22, 79.39, 77.48, 49.23, 76.75, 72.59),
+    "llama-2-70b": (82.70, 77.98, 83.84, 80.98, 57.34, 79.58, 77.07),
+    "llama-3-8b": (80.74, 72.77, 79.06, 77.82, 53.33, 75.63, 73.22),
+    "llama-3-70b": (84.66, 80.51, 84.89, 85.86, 64.25, 79.47, 79.94),
+    "phi-3-mini": (80.47, 73.72, 78.45, 80.13, 57.51, 68.37, 73.11),
+}
+_TASKS_RTN: dict[str, tuple[float, ...]] = {
+    "llama-2-7b": (72.09, 60.69, 65.40, 58.88, 35.24, 57.27, 58.26),
+    "llama-2-13b": (77.37, 67.32, 73.11, 70.83, 43.69, 70.66, 67.16),
+    "llama-2-70b": (80.69, 75.14, 79.63, 77.57, 51.71, 77.02, 73.63),
+    "phi-3-mini": (56.12,),
+}
+_TASKS_GPTQ: dict[str, tuple[float, ...]] = {
+    "llama-2-7b": (76.77, 63.77, 72.16, 69.87, 40.87, 70.39, 65.64),
+    "llama-2-13b": (78.89, 70.24, 76.37, 72.98, 46.59, 73.67, 69.79),
+    "llama-2-70b": (82.43, 76.24, 81.82, 80.43, 56.23, 78.73, 75.98),
+    "llama-3-8b": (75.14, 65.82, 72.94, 68.01, 43.34, 65.81, 65.18),
+    "llama-3-70b": (78.07, 69.30, 77.33, 73.44, 47.53, 69.57, 69.21),
+    "phi-3-mini": (75.35, 67.88, 72.95, 72.98, 48.12, 60.78, 66.34),
+}
+_AVERAGES: tuple[tuple[int, str, dict[str, float]], ...] = (
+    (6, "rtn", _llama2(69.42, 72.56, 77.21) | {"phi-3-mini": 71.98}),
+    (6, "gptq", _llama2(69.77, 72.60, 77.02) | {"phi-3-mini": 72.67}),
+    (8, "rtn", _llama2(69.65, 72.46, 77.17) | {"phi-3-mini": 73.02}),
+    (8, "gptq", _llama2(69.81, 72.49, 77.28) | {"phi-3-mini": 73.18}),
+)
+
 TABLES: dict[str, Table] = {
     "main": Table(
         "Tables 1, 4, 11: 4-bit weights, activations and cache",
         (
             _FULL,
+            _uniform(4, "rtn", _RTN_4_PAPER),
             _MAIN,
             _grouped(256, _llama2(5.98, 5.28, 3.63)),
             _grouped(128, _llama2(5.93, 5.26, 3.61) | {"llama-3-8b": 7.36, "llama-3-70b": 5.51}),
@@ -129,7 +176,7 @@ TABLES: dict[str, Table] = {
         "Tables 3, 9, 13: round to nearest and GPTQ at 4, 6 and 8 bits",
         (
             _FULL,
-            _uniform(4, "rtn", _llama2(8.37, 6.09, 4.14) | {"phi-3-mini": 11.69}),
+            _uniform(4, "rtn", _RTN_4_PAPER),
             _MAIN,
             _uniform(6, "rtn", _llama2(5.56, 4.95, 3.36) | {"phi-3-mini": 6.78}),
             _uniform(6, "gptq", _llama2(5.52, 4.92, 3.35) | {"phi-3-mini": 6.63}),
@@ -179,15 +226,37 @@ TABLES: dict[str, Table] = {
             _MAIN,
         ),
     ),
+    "hadamard-precision": Table(
+        "Table 10: online Hadamard transforms in fp32 and in fp16",
+        (
+            _FULL,
+            _MAIN,
+            Experiment(
+                "w4a4kv4-gptq-fp16-hadamard",
+                quantize=_bits(4, 4, 4, 4),
+                paper=_llama2(6.08, 5.40, None),
+                half_hadamard=True,
+            ),
+        ),
+    ),
+    "residual": Table(
+        "Beyond the paper: the residual stream in 8, 6 and 4 bits per token",
+        (
+            _FULL,
+            *(Experiment(f"residual{bits}", residual_bits=bits) for bits in (8, 6, 4)),
+            *(Experiment(f"residual{bits}-unrotated", None, residual_bits=bits) for bits in (8, 4)),
+            _MAIN,
+            Experiment("w4a4kv4-gptq-residual8", quantize=_bits(4, 4, 4, 4), residual_bits=8),
+        ),
+    ),
     "zero-shot": Table(
-        "Tables 2, 9, 12: zero-shot accuracy",
-        (_FULL, _uniform(4, "rtn", {}), Experiment("w4a4kv4-gptq", quantize=_bits(4, 4, 4, 4))),
+        "Tables 2, 3, 9, 12, 13: zero-shot accuracy",
+        (
+            dataclasses.replace(_FULL, paper_tasks=_TASKS_FULL),
+            Experiment("w4a4kv4-rtn", quantize=_bits(4, 4, 4, 4, **_RTN), paper_tasks=_TASKS_RTN),
+            dataclasses.replace(_MAIN, paper_tasks=_TASKS_GPTQ),
+            *(_uniform(bits, method, {}, average) for bits, method, average in _AVERAGES),
+        ),
         zero_shot=True,
     ),
 }
-
-NOT_REPRODUCED = {
-    "hadamard-precision": "Table 10 compares online transforms in fp16 and fp32; here they always accumulate in fp32 "
-    "and are quantised before any rounding, so there is no fp16 variant to measure",
-}
-"""Tables that have no counterpart, and why."""

@@ -1,44 +1,57 @@
-"""Runs the paper's experiments on a model, one row at a time, resumable, and prints the paper's figures beside ours."""
+"""Runs the paper's experiments on a model, one row at a time, resumable, each kind of work once.
+
+Rows that differ in run-time settings only share one quantised model (:mod:`quarot.evaluation.sharing`) and follow each
+other; a setting that several tables have is measured once; texts are tokenised once.
+"""
 
 from __future__ import annotations
 
 import datetime
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import quarot
+from quarot.evaluation.half_hadamard import half_hadamard
 from quarot.evaluation.paper import Experiment, Table
-from quarot.evaluation.perplexity import perplexity
+from quarot.evaluation.perplexity import encode, perplexity
+from quarot.evaluation.residual_stream import residual_bits
+from quarot.evaluation.sharing import RUN_TIME, retarget, shares_weights, weights_key, weights_of
+from quarot.progress import progress_bar
 
 Row = dict[str, Any]
 
+_SKIPPED = (ValueError, NotImplementedError, FloatingPointError)
+"""What says that a setting does not fit a model or a text."""
+
 
 class Reproduction:
-    """One table on one model.
+    """Tables on one model.
 
     Args:
-        name: key of the table, for the rows.
-        table: what to run.
-        load: makes a fresh full-precision model; called once an experiment and seed.
+        tables: what to run, by name.
+        load: makes a fresh full-precision model; called once for each set of weights.
         tokenizer: of the model.
         text, calibration: evaluation and calibration text.
-        out: JSON file of rows; those already in it are not run again.
+        out: folder; ``TABLE.json`` in it has the rows of a table, and those already in it are not run again.
         windows: evaluate the first ones only.
+        window: tokens in each.
         samples, length: calibration windows and their length.
         batch_size: windows at once.
         progress: show progress bars.
-        tasks: JSON-lines files of a zero-shot table.
+        tasks: JSON-lines files of zero-shot tables.
+        limit: questions of each task; None for all.
         model: its name; rows of other models in ``out`` are left alone.
     """
 
     def __init__(
         self,
-        name: str,
-        table: Table,
+        tables: dict[str, Table],
         load: Callable[[], Any],
         tokenizer: Any,
         text: str,
@@ -52,106 +65,146 @@ class Reproduction:
         batch_size: int = 1,
         progress: bool = True,
         tasks: dict[str, Path] | None = None,
+        limit: int | None = None,
         model: str = "",
     ) -> None:
-        self.name, self.table, self.load, self.tokenizer = name, table, load, tokenizer
-        self.text, self.calibration, self.out = text, calibration, out
-        self.windows, self.window, self.samples, self.length = windows, window, samples, length
-        self.batch_size, self.progress, self.tasks = batch_size, progress, tasks
+        self.tables, self.load, self.tokenizer, self.out = tables, load, tokenizer, out
+        self.windows, self.window, self.batch_size, self.progress = windows, window, batch_size, progress
+        self.tasks, self.limit = tasks or {}, limit
+        self.ids, self.calibration = encode(tokenizer, text), encode(tokenizer, calibration)
+        self.sizes = {"calibration_samples": samples, "calibration_length": length}
         self.common: Row = {
-            "table": name, "model": model, "text": _digest(text), "calibration": _digest(calibration),
+            "model": model, "text": _digest(text), "calibration": _digest(calibration),
             "window": window, "windows_asked": windows, "samples": samples, "length": length,
         }  # fmt: skip
-        self.rows: list[Row] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
+        self.rows: dict[str, list[Row]] = {name: _read(self._file(name)) for name in tables}
+        self._kept: tuple[str, Any] = ("", None)
 
-    def run(self, seeds: int = 1) -> list[Row]:
+    def run(self, seeds: int = 1) -> dict[str, list[Row]]:
         """Run what is missing; each row is saved as soon as it is measured. Returns the rows of these settings."""
-        for experiment in self.table.experiments:
-            for seed in range(seeds if experiment.random else 1):
-                key = self._key(experiment, seed)
-                if not any(_matches(row, key) for row in self.rows):
-                    if self.progress:
-                        print(f"{self.name}: {experiment.setting}, seed {seed}", flush=True)
-                    self.rows.append({**key, **self._measure(experiment, seed), "date": _now()})
-                    self._save()
-        return [row for row in self.rows if _matches(row, self.common)]
+        measured: dict[str, Row] = {}
+        missing: dict[str, list[tuple[str, Experiment, int]]] = {}
+        for name, experiment, seed in self._wanted(seeds):
+            found = next((row for row in self.rows[name] if _matches(row, self._key(name, experiment, seed))), None)
+            work = self._work(name, experiment, seed)
+            if found is None:
+                missing.setdefault(work, []).append((name, experiment, seed))
+            else:
+                measured.setdefault(work, {k: v for k, v in found.items() if k in _FIGURES})
+        bar = progress_bar(_by_weights(missing), "rows", self.progress)
+        for work in bar:
+            name, experiment, seed = missing[work][0]
+            figures = measured.get(work)
+            if figures is None:
+                if self.progress:
+                    print(f"{name}: {experiment.setting}, seed {seed}", flush=True)
+                figures = self._measure(experiment, seed, self.tables[name].zero_shot)
+            for each in missing[work]:
+                self.rows[each[0]].append({**self._key(*each), **figures, "date": _now()})
+                self._save(each[0])
+        self._kept = ("", None)
+        return {name: [row for row in rows if _matches(row, self.common)] for name, rows in self.rows.items()}
 
-    def _key(self, experiment: Experiment, seed: int) -> Row:
+    def _wanted(self, seeds: int) -> Iterator[tuple[str, Experiment, int]]:
+        for name, table in self.tables.items():
+            for experiment in table.experiments:
+                for seed in range(seeds if experiment.random else 1):
+                    yield name, experiment, seed
+
+    def _key(self, name: str, experiment: Experiment, seed: int) -> Row:
         """Everything that a row's figures depend on."""
-        return {"setting": experiment.setting, "seed": seed, **self.common}
+        asked: Row = {"tasks_asked": sorted(self.tasks), "limit": self.limit} if self.tables[name].zero_shot else {}
+        return {"table": name, "setting": experiment.setting, "seed": seed, **self.common, **asked}
 
-    def _measure(self, experiment: Experiment, seed: int) -> Row:
-        """The figures of one row, or why there are none: a setting that does not fit the model is skipped."""
-        import quarot
+    def _work(self, name: str, experiment: Experiment, seed: int) -> str:
+        """Equal for rows with equal figures; starts with what their weights depend on."""
+        weights = weights_key(experiment.rotate, experiment.quantize, seed)
+        run_time = {k: v for k, v in (experiment.quantize or {}).items() if k in RUN_TIME}
+        more = [run_time, experiment.residual_bits, experiment.half_hadamard, self.tables[name].zero_shot]
+        return weights + _SEPARATOR + json.dumps(more, sort_keys=True)
 
-        model = self.load()
+    def _measure(self, experiment: Experiment, seed: int, zero_shot: bool) -> Row:
+        """The figures of one row, or why there are none: a setting that does not fit the model or text is skipped."""
+        start = time.monotonic()
         try:
+            model = self._prepared(experiment, seed)
+            prepared = time.monotonic()
+            with _at_run_time(model, experiment):
+                figures = self._accuracies(model) if zero_shot else self._perplexity(model)
+        except _SKIPPED as error:
+            return {"ppl": None, "skipped": " ".join(str(error).split())}
+        seconds = {"prepare_s": prepared - start, "eval_s": time.monotonic() - prepared}
+        return {**figures, **{name: round(value, 1) for name, value in seconds.items()}}
+
+    def _prepared(self, experiment: Experiment, seed: int) -> Any:
+        """The model at one setting: the last one with other run-time fields where the weights are the same."""
+        fields = experiment.quantize
+        key = weights_key(experiment.rotate, fields, seed)
+        if self._kept[0] != key:
+            self._kept = ("", None)  # frees the memory first
+            model = self.load()
             if experiment.rotate is not None:
                 quarot.rotate_model(model, seed=seed, progress=self.progress, **experiment.rotate)
-            if experiment.quantize is not None:
-                size = {"calibration_samples": self.samples, "calibration_length": self.length, "seed": seed}
+            if fields is not None:
+                # Integer layers throughout, also where weights or activations are not rounded: fields can then change.
+                first = {**weights_of(fields), "a_bits": 4} if shares_weights(fields) else fields
                 quarot.quantize_model(
                     model,
-                    tokenizer=self.tokenizer,
                     calibration=self.calibration,
                     progress=self.progress,
-                    **{**size, **experiment.quantize},
+                    **{**self.sizes, "seed": seed, **first},
                 )
-        except (ValueError, NotImplementedError) as error:
-            return {"ppl": None, "skipped": " ".join(str(error).split())}
-        if self.table.zero_shot:
-            from quarot.evaluation.zero_shot import zero_shot
+            self._kept = (key, model)
+        if fields is not None and shares_weights(fields):
+            retarget(self._kept[1], fields)
+        return self._kept[1]
 
-            scores = zero_shot(model, self.tokenizer, self.tasks or {}, batch_size=self.batch_size)
-            return {"ppl": None, "tasks": scores}
-        try:
-            result = perplexity(
-                model,
-                self.tokenizer,
-                self.text,
-                window=self.window,
-                max_windows=self.windows,
-                batch_size=self.batch_size,
-                progress=self.progress,
-            )
-        except FloatingPointError as error:
-            return {"ppl": None, "skipped": f"the loss is not finite: {error}"}
-        return {"ppl": result.ppl, "windows": result.windows, "seconds": round(result.seconds, 1)}
+    def _perplexity(self, model: Any) -> Row:
+        sizes: Any = {"window": self.window, "max_windows": self.windows, "batch_size": self.batch_size}
+        result = perplexity(model, self.ids, progress=self.progress, **sizes)
+        return {"ppl": result.ppl, "windows": result.windows}
 
-    def _save(self) -> None:
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.out.with_name(self.out.name + ".tmp")
-        temporary.write_text("[\n" + ",\n".join(json.dumps(row) for row in self.rows) + "\n]\n", encoding="utf-8")
-        os.replace(temporary, self.out)
+    def _accuracies(self, model: Any) -> Row:
+        from quarot.evaluation.zero_shot import zero_shot
+
+        scores = zero_shot(model, self.tokenizer, self.tasks, batch_size=self.batch_size, limit=self.limit)
+        return {"ppl": None, "tasks": scores}
+
+    def _file(self, name: str) -> Path:
+        return self.out / f"{name}.json"
+
+    def _save(self, name: str) -> None:
+        self.out.mkdir(parents=True, exist_ok=True)
+        temporary = self.out / f"{name}.json.tmp"
+        temporary.write_text("[\n" + ",\n".join(map(json.dumps, self.rows[name])) + "\n]\n", encoding="utf-8")
+        os.replace(temporary, self._file(name))
 
 
-def markdown(name: str, table: Table, rows: list[Row], model: str | None) -> str:
-    """The table: ours (mean over seeds, and their range), the paper's where it has this model, and what was skipped."""
-    lines = [f"### {table.title}", ""]
-    tasks = sorted({task for row in rows for task in row.get("tasks", {})})
-    if table.zero_shot:
-        lines += ["| setting | " + " | ".join(tasks) + " | average |", "|---|" + "---|" * (len(tasks) + 1)]
-    else:
-        lines += ["| setting | perplexity | seeds | range | paper |", "|---|---|---|---|---|"]
-    for experiment in table.experiments:
-        mine = [row for row in rows if row["table"] == name and row["setting"] == experiment.setting]
-        if not mine:
-            continue
-        if "skipped" in mine[-1]:
-            lines.append(f"| {experiment.setting} | skipped: {mine[-1]['skipped']} |")
-        elif table.zero_shot:
-            scores = [mine[-1]["tasks"][task] for task in tasks]
-            values = [100 * score.get("acc_norm", score["acc"]) for score in scores]
-            shown = [*values, sum(values) / max(len(values), 1)]
-            lines.append(f"| {experiment.setting} | " + " | ".join(f"{value:.2f}" for value in shown) + " |")
-        else:
-            values = [row["ppl"] for row in mine if row.get("ppl") is not None]
-            spread = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
-            paper = experiment.paper.get(model or "", math.nan)
-            shown_paper = "" if math.isnan(paper) else f"{paper:.2f}"
-            mean = sum(values) / len(values)
-            lines.append(f"| {experiment.setting} | {mean:.4g} | {len(values)} | {spread} | {shown_paper} |")
-    return "\n".join(lines)
+_SEPARATOR = "\n"
+_FIGURES = ("ppl", "windows", "tasks", "skipped", "prepare_s", "eval_s")
+
+
+def _by_weights(works: dict[str, Any]) -> list[str]:
+    """In the order given, except that those which share weights follow each other."""
+    place: dict[str, int] = {}
+    for index, work in enumerate(works):
+        place.setdefault(work.split(_SEPARATOR)[0], index)
+    return sorted(works, key=lambda work: place[work.split(_SEPARATOR)[0]])
+
+
+@contextmanager
+def _at_run_time(model: Any, experiment: Experiment) -> Iterator[None]:
+    """The experiments that change a model only while it is measured."""
+    with ExitStack() as stack:
+        if experiment.residual_bits is not None:
+            stack.enter_context(residual_bits(model, experiment.residual_bits))
+        if experiment.half_hadamard:
+            stack.enter_context(half_hadamard(model))
+        yield
+
+
+def _read(path: Path) -> list[Row]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def _matches(row: Row, key: Row) -> bool:

@@ -133,7 +133,26 @@ def test_reproduce_lists_every_table(capsys):
     assert main(["reproduce", "--list"]) == 0
     text = capsys.readouterr().out
     assert all(name in text for name in ("main", "bits", "kv", "weights", "orthogonal", "clips", "zero-shot"))
-    assert "not reproduced: hadamard-precision" in text
+    assert "hadamard-precision" in text and "residual" in text
+
+
+def test_reproduce_all_measures_common_settings_once(model_folder, text_file, tmp_path, monkeypatch, capsys):
+    from quarot.evaluation import paper
+
+    kept = {name: paper.TABLES[name].experiments for name in ("kv", "clips", "zero-shot")}
+    for name in paper.TABLES:
+        few = paper.Table(name, kept.get(name, ())[:2], zero_shot=name == "zero-shot")
+        monkeypatch.setitem(paper.TABLES, name, few)
+    sizes = ["--window", "64", "--windows", "1", "--samples", "1", "--length", "32", "--device", "cpu", "--quiet"]
+    texts = ["--text", str(text_file), "--calibration", str(text_file), "--out", str(tmp_path)]
+    assert main(["reproduce", "all", "--model", str(model_folder), *texts, *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert "zero-shot: skipped: a zero-shot table needs its questions" in shown
+    rows = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("kv", "clips")}
+    assert [row["setting"] for row in rows["kv"]] == ["full precision", "k4v4"]
+    assert rows["kv"][0]["ppl"] == rows["clips"][0]["ppl"]
+    assert rows["kv"][0]["date"] == rows["clips"][0]["date"]
+    assert not (tmp_path / "zero-shot.json").exists()
 
 
 def test_rotation_only(model_folder, tmp_path, capsys):

@@ -31,7 +31,6 @@ from quarot.cli import main
         (["quantize", "{model}", "--out", "{out}", "--method", "rtn", "--group-size", "100"], "100"),
         (["quantize", "{model}", "--out", "{out}", "--calibration", "{text}", "--length", "90000"], "calibration"),
         (["reproduce", "nonsense"], "no table 'nonsense'; choose from main"),
-        (["reproduce", "hadamard-precision"], "no fp16 variant to measure"),
         (["reproduce", "zero-shot", "--model", "{model}"], "needs its questions"),
         (["info", "{empty}"], "no config.json"),
         (["bench", "{model}", "--batch", "0"], "--batch must be at least 1"),

@@ -1,0 +1,62 @@
+"""Settings that differ only in what happens at run time share their rounded weights: quantise once, measure often."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from quarot.config import QuarotConfig
+
+RUN_TIME = ("a_bits", "a_clip", "a_group_size", "k_bits", "v_bits", "kv_group_size", "kv_clip")
+"""Fields that plain GPTQ and rounding do not see: activations and the cache are in full precision meanwhile."""
+
+_SEES_ACTIVATIONS = (
+    "gptq_quantized_inputs",
+    "gptq_asymmetric",
+    "a_clip_search",
+    "tune_steps",
+    "rotation_steps",
+    "w_bits_budget",
+)
+
+
+def shares_weights(quantize: dict[str, Any]) -> bool:
+    """Whether the codes of a setting do not depend on its run-time fields."""
+    return "preset" not in quantize and not any(quantize.get(name) for name in _SEES_ACTIVATIONS)
+
+
+def weights_of(quantize: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a setting that its weights depend on."""
+    if not shares_weights(quantize):
+        return dict(quantize)
+    kept = {name: value for name, value in quantize.items() if name not in RUN_TIME}
+    return {"w_bits": 16, "w_method": "rtn"} if kept.get("w_bits") == 16 else kept
+
+
+def weights_key(rotate: dict[str, Any] | None, quantize: dict[str, Any] | None, seed: int) -> str:
+    """Equal for models with equal weights, whether fields are given or left at their defaults."""
+    fields = None if quantize is None else weights_of(quantize)
+    if fields is not None and "preset" not in fields:
+        fields = QuarotConfig(**fields).to_dict()
+    return json.dumps([rotate, fields, seed], sort_keys=True)
+
+
+def retarget(model: Any, quantize: dict[str, Any]) -> None:
+    """Give a quantised model the run-time fields of another setting with the same weights, in place.
+
+    Raises:
+        ValueError: activation groups that do not fit a layer, with its name; the model is unchanged.
+    """
+    from quarot.integrations.transformers import attach
+    from quarot.nn.quant_linear import QuantLinear
+    from quarot.quantization.fit import check_fits
+
+    wanted = QuarotConfig(**{name: value for name, value in quantize.items() if name in RUN_TIME})
+    config = model.config.quantization_config.replace(**{name: getattr(wanted, name) for name in RUN_TIME})
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+    for name, module in layers:
+        check_fits(name, module.in_features, config.for_module(name))
+    for name, module in layers:
+        own = config.for_module(name)
+        module.a_bits, module.a_clip, module.a_group_size = own.a_bits, own.a_clip, own.a_group_size
+    attach(model, config)
