@@ -70,6 +70,10 @@ class QuarotConfig(QuantizationConfigMixin):
             tokens is calibrated on other tokens of its layer as well, until there are as many
             (:mod:`quarot.quantization.expert_moments`); 0 never adds any, and rounds experts without a token to
             nearest.
+        w_bits_budget: average weight bits; then each layer gets those of ``w_bits_choices`` that serve calibration best
+            (:mod:`quarot.quantization.bit_allocation`), stored as ``overrides``. Layers whose ``w_bits`` are overridden
+            already keep theirs and do not count. None gives ``w_bits`` to every layer (the paper).
+        w_bits_choices: bits that the budget is spent on; 4 and 8 have kernels of their own.
         starved_experts: filled in by quantising: the tokens that calibration routed to each expert projection that had
             too few of them, by module name.
     """
@@ -112,6 +116,8 @@ class QuarotConfig(QuantizationConfigMixin):
     resampling_rounds: int = 0
     gptq_expert_tokens: int = 2
     starved_experts: dict[str, int] = field(default_factory=dict)
+    w_bits_budget: float | None = None
+    w_bits_choices: list[int] = field(default_factory=lambda: [3, 4, 6, 8])
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else list(self.ignore))
@@ -151,6 +157,7 @@ class QuarotConfig(QuantizationConfigMixin):
             self._positive(name)
         if not isinstance(self.w_symmetric, bool) or not isinstance(self.w_clip, bool):
             raise ValueError(f"w_symmetric={self.w_symmetric!r} and w_clip={self.w_clip!r} must be True or False")
+        self._check_budget()
         if self.tune_seconds is not None and not self.tune_seconds > 0:
             raise ValueError(f"tune_seconds={self.tune_seconds!r} must be positive, or None for no limit")
         for pattern, values in self.overrides.items():
@@ -193,6 +200,20 @@ class QuarotConfig(QuantizationConfigMixin):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
 
+    def _check_budget(self) -> None:
+        choices = self.w_bits_choices
+        if not isinstance(choices, (list, tuple)) or not choices or not set(choices) <= set(_W_BITS[:-1]):
+            raise ValueError(f"w_bits_choices={choices!r} must be a list of some of {list(_W_BITS[:-1])}")
+        object.__setattr__(self, "w_bits_choices", sorted(set(choices)))
+        if self.w_bits_budget is None:
+            return
+        self._in_range("w_bits_budget", 0.0, 8.0)
+        if self.w_bits_budget < self.w_bits_choices[0]:
+            raise ValueError(
+                f"w_bits_budget={self.w_bits_budget} is below the fewest bits on offer:"
+                f" w_bits_choices={self.w_bits_choices}"
+            )
+
     @staticmethod
     def _compile(pattern: str) -> re.Pattern[str]:
         try:
@@ -227,11 +248,16 @@ class QuarotConfig(QuantizationConfigMixin):
 
     def for_module(self, module_name: str) -> QuarotConfig:
         """The configuration of one linear module, with the matching overrides applied."""
+        values = self.overridden(module_name)
+        return self.replace(overrides={}, **values) if values else self
+
+    def overridden(self, module_name: str) -> dict[str, Any]:
+        """The fields that overrides set for one linear module."""
         values: dict[str, Any] = {}
         for pattern, override in self.overrides.items():
             if re.fullmatch(pattern, module_name):
                 values.update(override)
-        return self.replace(overrides={}, **values) if values else self
+        return values
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; what ``config.json`` stores under ``quantization_config``."""

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
 from quarot.nn.split_experts import split_experts
 from quarot.progress import progress_bar
+from quarot.quantization.bit_allocation import with_allocated_bits
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.head import quantize_head
 from quarot.quantization.layer import LayerQuantizer
@@ -62,7 +64,8 @@ def quantize_model(
 
     Memory beyond the model: one set of hidden states (windows x length x hidden, in the model's dtype), the statistics
     of one layer and, in CPU memory, the weights that have been replaced so far; more only with ``tune_steps``
-    (:mod:`quarot.tuning.tune`) and ``rotation_steps`` (a copy of the model in CPU memory). GPTQ follows the data: q, k,
+    (:mod:`quarot.tuning.tune`) and ``rotation_steps`` (a copy of the model in CPU memory). ``w_bits_budget`` needs the
+    whole model on ``device`` for a while. GPTQ follows the data: q, k,
     v; then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the online
     rotations. Each expert of a mixture is calibrated on the tokens that are routed to it, and topped up with others of
     its layer where they are few (:mod:`quarot.quantization.expert_moments`); a warning and ``starved_experts`` in the
@@ -92,6 +95,10 @@ def quantize_model(
     training = model.training
     model.eval()
     try:
+        if config.w_bits_budget is not None and windows is not None and configs:
+            with _all_on(model, where):
+                config = with_allocated_bits(model, record, config, configs, windows, store, progress)
+            configs = selected(model, record, config)
         if windows is not None and configs and (config.tune_steps or config.rotation_steps):
             samples, length = config.training_samples, config.calibration_length
             material = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed + 1)
@@ -117,6 +124,20 @@ def quantize_model(
 
     attach(model, config)
     return model
+
+
+@contextmanager
+def _all_on(model: Any, device: torch.device | None) -> Iterator[None]:
+    """The whole model on ``device`` inside the block; where it is, when None or when it is on several already."""
+    homes = {parameter.device for parameter in model.parameters()}
+    if device is None or len(homes) > 1:
+        yield
+        return
+    try:
+        model.to(device)
+        yield
+    finally:
+        model.to(homes.pop())
 
 
 def _tell_starved(starved: dict[str, int], config: QuarotConfig) -> None:
@@ -152,6 +173,7 @@ def _windows(
         "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
         "tuning": bool(config.tune_steps and configs),
         "learning rotations": bool(config.rotation_steps and configs),
+        "w_bits_budget": bool(config.w_bits_budget is not None and configs),
     }
     names = [name for name, is_needed in needed.items() if is_needed]
     if not names:
@@ -159,7 +181,7 @@ def _windows(
     if calibration is None:
         raise ValueError(
             f"{' and '.join(names)} need calibration text: pass calibration= (and tokenizer=), or quantise without it"
-            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0)"
+            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, w_bits_budget=None)"
         )
     samples, length = config.calibration_samples, config.calibration_length
     return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)
