@@ -16,6 +16,7 @@ FORMAT_VERSION = 1
 _W_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
 _A_BITS = (4, 6, 8, 16)
 _KV_BITS = (2, 3, 4, 8, 16)
+_HEAD_BITS = (4, 8, 16)
 _OVERRIDABLE = ("w_bits", "w_method", "w_group_size", "w_symmetric", "w_clip", "a_bits", "a_clip", "a_group_size")
 
 
@@ -76,6 +77,8 @@ class QuarotConfig(QuantizationConfigMixin):
         w_bits_choices: bits that the budget is spent on; 4 and 8 have kernels of their own.
         starved_experts: filled in by quantising: the tokens that calibration routed to each expert projection that had
             too few of them, by module name.
+        lm_head_bits: 8 or 4 also rounds ``lm_head`` to nearest, one scale per output, its input to 8 bits per token;
+            16 leaves it to ``ignore`` (the paper: full precision).
     """
 
     quant_method: str = "quarot"  # type: ignore[assignment]
@@ -118,6 +121,7 @@ class QuarotConfig(QuantizationConfigMixin):
     starved_experts: dict[str, int] = field(default_factory=dict)
     w_bits_budget: float | None = None
     w_bits_choices: list[int] = field(default_factory=lambda: [3, 4, 6, 8])
+    lm_head_bits: int = 16
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else list(self.ignore))
@@ -132,6 +136,7 @@ class QuarotConfig(QuantizationConfigMixin):
         self._one_of("a_bits", _A_BITS)
         self._one_of("k_bits", _KV_BITS)
         self._one_of("v_bits", _KV_BITS)
+        self._one_of("lm_head_bits", _HEAD_BITS)
         for name, value in self._default_clips().items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -238,6 +243,8 @@ class QuarotConfig(QuantizationConfigMixin):
         A plain entry matches the whole name or its last components (``"lm_head"``, ``"mlp.down_proj"``); an entry that
         starts with ``re:`` is a regular expression for the whole name.
         """
+        if self._is_rounded_head(module_name):
+            return False
         for entry in self.ignore:
             if entry.startswith("re:"):
                 if re.fullmatch(entry[3:], module_name):
@@ -245,6 +252,9 @@ class QuarotConfig(QuantizationConfigMixin):
             elif module_name == entry or module_name.endswith("." + entry):
                 return True
         return False
+
+    def _is_rounded_head(self, module_name: str) -> bool:
+        return self.lm_head_bits < 16 and module_name == "lm_head"
 
     def for_module(self, module_name: str) -> QuarotConfig:
         """The configuration of one linear module, with the matching overrides applied."""
@@ -254,6 +264,9 @@ class QuarotConfig(QuantizationConfigMixin):
     def overridden(self, module_name: str) -> dict[str, Any]:
         """The fields that overrides set for one linear module."""
         values: dict[str, Any] = {}
+        if self._is_rounded_head(module_name):
+            values.update(w_bits=self.lm_head_bits, a_bits=8, w_method="rtn", w_group_size=None, a_group_size=None)
+            values.update(w_symmetric=True, a_clip=None, a_clip_search=False)
         for pattern, override in self.overrides.items():
             if re.fullmatch(pattern, module_name):
                 values.update(override)

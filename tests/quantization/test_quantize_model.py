@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import quarot
 from quarot.architectures import decoder_layers, linear_modules
 from quarot.calibration.decoder import LayerInputs
 from quarot.config import QuarotConfig
@@ -231,6 +232,23 @@ def test_lm_head_when_asked_for(tiny_model: Callable[..., nn.Module], token_ids:
     quantize_model(model, w_bits=8, a_bits=8, ignore=[], **NO_CACHE, **CALIBRATION)
     assert isinstance(model.lm_head, QuantLinear)
     assert distance(model, reference, token_ids) < 0.1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounded_lm_head(
+    tiny_model: Callable[..., nn.Module], token_ids: torch.Tensor, tmp_path: Path, bits: int
+) -> None:
+    model = rotated(tiny_model("llama"))
+    reference = logits(model, token_ids)
+    quantize_model(model, w_bits=16, a_bits=16, lm_head_bits=bits, **NO_CACHE, progress=False)
+    head = model.lm_head
+    assert (head.w_bits, head.a_bits, head.a_clip, head.w_group_size) == (bits, 8, 1.0, None)
+    assert not any(isinstance(m, QuantLinear) for m in model.model.modules())
+    assert distance(model, reference, token_ids) < (0.02 if bits == 8 else 0.15)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(quarot.load(tmp_path), token_ids), logits(model, token_ids))
+    with pytest.raises(ValueError, match="lm_head_bits=5"):
+        QuarotConfig(lm_head_bits=5)
 
 
 def test_an_unrotated_model_is_quantised_with_a_warning(
