@@ -6,11 +6,16 @@ import torch
 
 from quarot.precision import tf32
 
+_HAS_OUT_DTYPE = "out_dtype" in (torch.mm.__doc__ or "")
+"""Half-precision products with an fp32 result came with torch 2.8."""
+
 
 class Moments:
     """Weighted means over tokens of ``x`` and ``x x^T`` (the Hessian) and, given targets t, of ``t`` and ``t x^T``.
 
     x [..., K] is the input of the layer that is being quantised; t [..., T] is anything of the same tokens. fp32 sums.
+    On a GPU, unweighted tokens in half precision go through tensor cores as they are: the products of two such numbers
+    are exact in fp32, so nothing is lost against a product of their fp32 copies, and it is some fifteen times faster.
 
     Attributes:
         tokens: how many were counted.
@@ -24,18 +29,18 @@ class Moments:
 
     def add(self, x: torch.Tensor, weight: torch.Tensor | None = None, **targets: torch.Tensor) -> None:
         """Count the tokens of one step, each with its ``weight`` [..., 1] (1 when None)."""
-        root = torch.ones(1, 1, device=x.device) if weight is None else weight.reshape(-1, 1).float().sqrt()
-        rows = x.reshape(-1, x.shape[-1]).float() * root
+        root = None if weight is None else weight.reshape(-1, 1).float().sqrt()
+        rows = _weighted(x, root)
         self.tokens += rows.shape[0]
-        self._weight = self._weight + root.square().sum() * (rows.shape[0] if weight is None else 1)
-        with tf32(False):  # Hessians need their small eigenvalues
-            for name, values in {"x": x, **targets}.items():
-                other = rows if name == "x" else values.reshape(-1, values.shape[-1]).float() * root
-                self._means[name] = self._means.get(name, 0.0) + (other * root).sum(0)
-                if name in self._products:
-                    self._products[name].addmm_(other.T, rows)
-                else:
-                    self._products[name] = other.T @ rows
+        self._weight = self._weight + (rows.shape[0] if root is None else root.square().sum())
+        for name, values in {"x": x, **targets}.items():
+            other = rows if name == "x" else _weighted(values, root)
+            sums = (other if root is None else other * root).sum(0, dtype=torch.float32)
+            self._means[name] = self._means.get(name, 0.0) + sums
+            if name in self._products:
+                _add_product(self._products[name], other, rows)
+            else:
+                self._products[name] = _add_product(None, other, rows)
 
     @property
     def hessian(self) -> torch.Tensor:
@@ -60,3 +65,19 @@ class Moments:
     def mean(self, name: str = "x") -> torch.Tensor:
         """fp32 mean of the inputs ([K]) or of the target of that name ([T])."""
         return self._means[name] / self._weight
+
+
+def _weighted(values: torch.Tensor, root: torch.Tensor | None) -> torch.Tensor:
+    """[..., C] -> [tokens, C]: as they are without weights, else fp32 times the roots of the weights [tokens, 1]."""
+    rows = values.reshape(-1, values.shape[-1])
+    return rows if root is None else rows.float() * root
+
+
+def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``total + left^T right`` in fp32 (in place), for [tokens, C] each; None stands for zero."""
+    if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16) and _HAS_OUT_DTYPE:
+        product = torch.mm(left.T, right, out_dtype=torch.float32)
+        return product if total is None else total.add_(product)
+    left, right = left.float(), right.float()
+    with tf32(False):  # Hessians need their small eigenvalues
+        return left.T @ right if total is None else total.addmm_(left.T, right)
