@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from quarot.architectures import architecture_of, decoder_layers, geometry
-from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.resampling import resampled_windows
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
 from quarot.nn.split_experts import split_experts
-from quarot.progress import progress_bar
 from quarot.quantization.bit_allocation import with_allocated_bits
 from quarot.quantization.gptq_block import forget_rounders
-from quarot.quantization.head import quantize_head
-from quarot.quantization.layer import LayerQuantizer
+from quarot.quantization.pipeline import InMemory, needed_windows, quantize_layers, with_findings
 from quarot.quantization.presets import preset_fields
 from quarot.quantization.progress_store import ProgressStore, fingerprint
 from quarot.quantization.rollback import Rollback
@@ -85,7 +81,7 @@ def quantize_model(
     configs = selected(model, record, config)
     if isinstance(calibration, Iterator):
         calibration = list(calibration)  # it may be drawn from twice
-    windows = _windows(configs, config, calibration, tokenizer)
+    windows = needed_windows(configs, config, calibration, tokenizer)
     if record.experts is not None:
         split_experts(model)
         configs = selected(model, record, config)
@@ -107,22 +103,17 @@ def quantize_model(
             )
             starved: dict[str, int] = {}
         else:
-            clips, _, starved = _quantize_layers(model, configs, windows, store, config, where, progress, rollback)
+            place = InMemory(where, rollback)
+            clips, _, starved = quantize_layers(model, configs, windows, config, store, place, progress)
     except BaseException:
         rollback.undo()
         raise
     finally:
         model.train(training)
         forget_rounders()
-    overrides = {
-        re.escape(name): {**config.overrides.get(re.escape(name), {}), "a_clip": c} for name, c in clips.items()
-    }
-    config = config.replace(overrides={**config.overrides, **overrides}, starved_experts=starved)
-    if starved:
-        _tell_starved(starved, config)
     from quarot.integrations.transformers import attach
 
-    attach(model, config)
+    attach(model, with_findings(config, clips, starved))
     return model
 
 
@@ -138,99 +129,6 @@ def _all_on(model: Any, device: torch.device | None) -> Iterator[None]:
         yield
     finally:
         model.to(homes.pop())
-
-
-def _tell_starved(starved: dict[str, int], config: QuarotConfig) -> None:
-    """One warning for all experts that calibration reached too little."""
-    names = [f"{name} ({tokens} tokens)" for name, tokens in sorted(starved.items(), key=lambda item: item[1])]
-    fallback = "topped up with other tokens of their layer" if config.gptq_expert_tokens else "rounded to nearest"
-    logger.warning(
-        "GPTQ: calibration routed too few tokens to %d expert projections, which were %s: %s%s",
-        len(names),
-        fallback,
-        ", ".join(names[:_MOST_NAMES]),
-        ", ..; all of them are in the configuration's starved_experts" if len(names) > _MOST_NAMES else "",
-    )
-
-
-_MOST_NAMES = 8
-
-
-class Quantized(NamedTuple):
-    """By module name: searched activation clips, weights before rounding, tokens of experts that had too few."""
-
-    clips: dict[str, float]
-    latents: dict[str, torch.Tensor]
-    starved: dict[str, int]
-
-
-def _windows(
-    configs: dict[str, QuarotConfig], config: QuarotConfig, calibration: Any, tokenizer: Any
-) -> torch.Tensor | None:
-    """The calibration windows, or None when no layer needs any."""
-    needed = {
-        "GPTQ": any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()),
-        "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
-        "tuning": bool(config.tune_steps and configs),
-        "learning rotations": bool(config.rotation_steps and configs),
-        "w_bits_budget": bool(config.w_bits_budget is not None and configs),
-    }
-    names = [name for name, is_needed in needed.items() if is_needed]
-    if not names:
-        return None
-    if calibration is None:
-        raise ValueError(
-            f"{' and '.join(names)} need calibration text: pass calibration= (and tokenizer=), or quantise without it"
-            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, w_bits_budget=None)"
-        )
-    samples, length = config.calibration_samples, config.calibration_length
-    return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)
-
-
-def _quantize_layers(
-    model: Any,
-    configs: dict[str, QuarotConfig],
-    windows: torch.Tensor | None,
-    store: ProgressStore | None,
-    config: QuarotConfig,
-    device: torch.device | None,
-    progress: bool,
-    rollback: Rollback,
-) -> Quantized:
-    """Quantise every layer."""
-    record = architecture_of(model)
-    inputs = None if windows is None else LayerInputs(model, windows, device)
-    reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None
-    clips: dict[str, float] = {}
-    latents: dict[str, torch.Tensor] = {}
-    starved: dict[str, int] = {}
-    layers = list(decoder_layers(model))
-    for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
-        prefix = name + "."
-        chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
-        home = next(layer.parameters()).device
-        try:
-            layer.to(device or home)
-            work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
-            finished = None if store is None else store.load(name)
-            if finished is not None:
-                work.adopt(finished)
-            else:
-                work.quantize()
-                if store is not None:
-                    store.save(name, work.finished)
-            if index + 1 < len(layers) or record.lm_head in configs:
-                work.advance()
-            work.install()
-            rollback.park(prefix + path for path in chosen)
-        finally:
-            layer.to(home)
-        clips |= {prefix + path: clip for path, clip in work.clips.items()}
-        latents |= {prefix + path: latent for path, latent in work.latents.items()}
-        starved |= {prefix + path: tokens for path, tokens in work.starved.items()}
-    if record.lm_head in configs:
-        quantize_head(model, record, configs[record.lm_head], inputs, device)
-    return Quantized(clips, latents, starved)
 
 
 def _quantize_and_train(
@@ -271,7 +169,8 @@ def _quantize_and_train(
         clips = {name: chosen.a_clip for name, chosen in configs.items() if chosen.a_bits < 16}
         calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
         inputs = windows if calibrated else None
-        searched, latents, _ = _quantize_layers(model, configs, inputs, store, config, device, progress, rollback)
+        place = InMemory(device, rollback)
+        searched, latents, _ = quantize_layers(model, configs, inputs, config, store, place, progress)
         clips |= searched
         if config.tune_steps:
             clips |= tune(model, config, material, targets, latents, progress)

@@ -1,0 +1,176 @@
+"""The layer-by-layer pipeline behind ``quantize_model`` (a model in memory) and ``quantize_checkpoint`` (one on disk).
+
+Both quantise the same decoder layers in the same order from the same hidden states; they differ in where a layer is
+while it is not worked on, and that is all a :class:`Place` says. So their results are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from quarot.architectures import architecture_of, decoder_layers
+from quarot.calibration.decoder import LayerInputs
+from quarot.calibration.windows import calibration_windows
+from quarot.config import QuarotConfig
+from quarot.progress import progress_bar
+from quarot.quantization.head import quantize_head
+from quarot.quantization.layer import LayerQuantizer
+from quarot.quantization.progress_store import FinishedLayer
+from quarot.quantization.rollback import Rollback
+
+logger = logging.getLogger("quarot")
+
+_MOST_NAMES = 8
+
+
+class Store(Protocol):
+    """Where finished layers survive a kill."""
+
+    def load(self, name: str) -> FinishedLayer | None:
+        """The layer of that name, or None when it is not finished."""
+        ...
+
+    def save(self, name: str, layer: FinishedLayer) -> None:
+        """Keep one finished layer."""
+        ...
+
+
+class Place(Protocol):
+    """Where decoder layers are while they are not worked on, and how they come to the device and leave it."""
+
+    device: torch.device | None
+
+    def needs(self, name: str, calibrated: bool) -> bool:
+        """Whether a layer must be visited at all; ``calibrated`` says that hidden states have to pass through it."""
+        ...
+
+    def at_work(self, name: str, layer: nn.Module, paths: Sequence[str]) -> AbstractContextManager[None]:
+        """The layer on the device inside the block, its linear layers at ``paths`` replaced when it ends."""
+        ...
+
+
+class InMemory:
+    """Layers of a model in memory: each visits ``device`` (None: stays) and goes home; nothing is lost on failure."""
+
+    def __init__(self, device: torch.device | None, rollback: Rollback) -> None:
+        self.device, self.rollback = device, rollback
+
+    def needs(self, name: str, calibrated: bool) -> bool:
+        """Every layer: it has to become integers in place."""
+        return True
+
+    @contextmanager
+    def at_work(self, name: str, layer: nn.Module, paths: Sequence[str]) -> Iterator[None]:
+        """See :class:`Place`."""
+        home = next(layer.parameters()).device
+        try:
+            layer.to(self.device or home)
+            yield
+            self.rollback.park(f"{name}.{path}" for path in paths)
+        finally:
+            layer.to(home)
+
+
+class Quantized(NamedTuple):
+    """By module name: searched activation clips, weights before rounding, tokens of experts that had too few."""
+
+    clips: dict[str, float]
+    latents: dict[str, torch.Tensor]
+    starved: dict[str, int]
+
+
+def needed_windows(
+    configs: dict[str, QuarotConfig], config: QuarotConfig, calibration: Any, tokenizer: Any
+) -> torch.Tensor | None:
+    """The calibration windows int64 [samples, length], or None when no layer needs any.
+
+    Raises:
+        ValueError: they are needed and there is no calibration text.
+    """
+    needed = {
+        "GPTQ": any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()),
+        "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
+        "tuning": bool(config.tune_steps and configs),
+        "learning rotations": bool(config.rotation_steps and configs),
+        "w_bits_budget": bool(config.w_bits_budget is not None and configs),
+    }
+    names = [name for name, is_needed in needed.items() if is_needed]
+    if not names:
+        return None
+    if calibration is None:
+        raise ValueError(
+            f"{' and '.join(names)} need calibration text: pass calibration= (and tokenizer=), or quantise without it"
+            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, w_bits_budget=None)"
+        )
+    samples, length = config.calibration_samples, config.calibration_length
+    return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)
+
+
+def quantize_layers(
+    model: Any,
+    configs: dict[str, QuarotConfig],
+    windows: torch.Tensor | None,
+    config: QuarotConfig,
+    store: Store | None,
+    place: Place,
+    progress: bool,
+) -> Quantized:
+    """Quantise every layer, and the head where it is among ``configs``."""
+    record = architecture_of(model)
+    inputs = None if windows is None else LayerInputs(model, windows, place.device)
+    reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None
+    found = Quantized({}, {}, {})
+    layers = list(decoder_layers(model))
+    for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
+        if not place.needs(name, inputs is not None):
+            continue
+        prefix = name + "."
+        chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
+        with place.at_work(name, layer, tuple(chosen)):
+            work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
+            finished = None if store is None else store.load(name)
+            if finished is not None:
+                work.adopt(finished)
+            else:
+                work.quantize()
+                if store is not None:
+                    store.save(name, work.finished)
+            if index + 1 < len(layers) or record.lm_head in configs:
+                work.advance()
+            work.install()
+            for found_here, everywhere in zip((work.clips, work.latents, work.starved), found, strict=True):
+                everywhere.update({prefix + path: value for path, value in found_here.items()})  # type: ignore[attr-defined]
+            del work  # it holds the weights that were replaced
+    if record.lm_head in configs:
+        quantize_head(model, record, configs[record.lm_head], inputs, place.device)
+    return found
+
+
+def with_findings(config: QuarotConfig, clips: dict[str, float], starved: dict[str, int]) -> QuarotConfig:
+    """The configuration with what was found, by module name: clips as overrides, and experts with too few tokens."""
+    overrides = {
+        re.escape(name): {**config.overrides.get(re.escape(name), {}), "a_clip": c} for name, c in clips.items()
+    }
+    if starved:
+        _tell_starved(starved, config)
+    return config.replace(overrides={**config.overrides, **overrides}, starved_experts=starved)
+
+
+def _tell_starved(starved: dict[str, int], config: QuarotConfig) -> None:
+    """One warning for all experts that calibration reached too little."""
+    names = [f"{name} ({tokens} tokens)" for name, tokens in sorted(starved.items(), key=lambda item: item[1])]
+    fallback = "topped up with other tokens of their layer" if config.gptq_expert_tokens else "rounded to nearest"
+    logger.warning(
+        "GPTQ: calibration routed too few tokens to %d expert projections, which were %s: %s%s",
+        len(names),
+        fallback,
+        ", ".join(names[:_MOST_NAMES]),
+        ", ..; all of them are in the configuration's starved_experts" if len(names) > _MOST_NAMES else "",
+    )
