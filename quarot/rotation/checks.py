@@ -11,18 +11,17 @@ from torch import nn
 from quarot.architectures import Architecture, Geometry, decoder_layers, has_submodule
 
 
-def check_model(model: nn.Module, record: Architecture, sizes: Geometry) -> None:
-    """Check that a model can be rotated.
+def check_structure(model: nn.Module, record: Architecture, sizes: Geometry) -> None:
+    """Check all but the values: whether a model of this structure, in memory or not, can be rotated.
 
     Raises:
-        ValueError: already rotated or quantised; weights on meta, offloaded, shared, or holding NaN or infinity.
-        NotImplementedError: its structure is not what the record of its family says.
+        ValueError: already rotated or quantised.
+        NotImplementedError: its structure is not what the record of its family says, or weights are shared.
     """
     check_unquantized(model)
     _check_linears(model, record, sizes)
     _check_all_claimed(model, record)
     _check_sharing(model, record)
-    _check_values(model)
 
 
 def check_unquantized(model: nn.Module) -> None:
@@ -113,14 +112,19 @@ def _check_sharing(model: nn.Module, record: Architecture) -> None:
             raise NotImplementedError(f"{name} and {other} share one weight, which cannot be rotated for both")
 
 
-def _check_values(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
+def check_values(module: nn.Module, prefix: str = "") -> None:
+    """Check the weights of a model, or of a part of it whose names begin with ``prefix``.
+
+    Raises:
+        ValueError: a weight is on the meta device or offloaded, or holds NaN or infinity.
+    """
+    for name, parameter in module.named_parameters(prefix):
         if parameter.device.type == "meta":
             raise ValueError(
                 f"{name} is on the meta device (not loaded, or offloaded by accelerate); load the model into memory "
                 f"(device_map='cpu') and pass device='cuda' to rotate on the GPU"
             )
-    for name, parameter in model.named_parameters():
+    for name, parameter in module.named_parameters(prefix):
         if parameter.numel() == 0:
             continue
         low, high = parameter.detach().aminmax()

@@ -17,7 +17,7 @@ from quarot.architectures import (
 )
 from quarot.progress import progress_bar
 from quarot.rotation.apply import Rotations, insert_online, rotate_ends, rotate_layer
-from quarot.rotation.checks import check_model
+from quarot.rotation.checks import check_structure, check_values
 from quarot.rotation.fold import untie_head
 from quarot.rotation.orthogonal import HadamardRotation, MatrixRotation, random_orthogonal, random_signs
 from quarot.rotation.plan import RotationPlan
@@ -68,34 +68,79 @@ def rotate_model(
         NotImplementedError: a family that cannot be rotated, with the reason.
         ValueError: already rotated or quantised, NaN or infinite weights, weights not in memory, bad switches.
     """
-    architecture, sizes = architecture_of(model), geometry(model)
-    plan = make_plan(
-        architecture,
-        sizes,
+    rotator = Rotator(
+        model,
         seed=seed,
-        r1="given" if isinstance(r1, torch.Tensor) else r1,
+        r1=r1,
         r2=r2,
         o_proj_online=o_proj_online,
         r3=r3,
         r4=r4,
         down_proj_block=down_proj_block,
-        expert_intermediate=expert_intermediate(model),
+        device=device,
     )
-    if plan.online and not record:
+    if rotator.plan.online and not record:
         raise ValueError("record=False would lose the online rotations; switch r3, r4 and o_proj_online off, or record")
-    check_sites()
-    check_model(model, architecture, sizes)
-    rotations = _rotations(plan, sizes, r1 if isinstance(r1, torch.Tensor) else None)
+    check_values(model)
+    model.quarot_rotation = (
+        rotator.plan
+    )  # first of all, so that an interrupted rotation is never taken for the original
+    rotator.rotate_ends()
+    for _, layer in progress_bar(list(decoder_layers(model)), "rotating", progress):
+        rotator.rotate_layer(layer)
+    _record(model, rotator.plan, record)
+    return rotator.plan
 
-    model.quarot_rotation = plan  # first of all, so that an interrupted rotation is never taken for the original
-    _untie(model, architecture)
-    rotate_ends(model, architecture, rotations, device)
-    layers = list(decoder_layers(model))
-    for _, layer in progress_bar(layers, "rotating", progress):
-        rotate_layer(layer, architecture, sizes, rotations, device)
-        insert_online(layer, architecture, plan)
-    _record(model, plan, record)
-    return plan
+
+class Rotator:
+    """Rotates a model piece by piece: its ends, and one decoder layer after the other, each once and in any order.
+
+    Making one checks the model's structure and changes nothing, so weights may still be on the meta device; whoever
+    hands over a piece has checked its values (:func:`quarot.rotation.checks.check_values`).
+
+    Args:
+        model: as for :func:`rotate_model`.
+        device: where to compute; None is where each weight is.
+        switches: those of :func:`rotate_model`.
+
+    Attributes:
+        plan: what is being done.
+
+    Raises:
+        As :func:`rotate_model`, but for values.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        r1: str | torch.Tensor | None = "hadamard",
+        device: torch.device | str | None = None,
+        **switches: Any,
+    ) -> None:
+        self.model, self.device = model, device
+        self.architecture, self.sizes = architecture_of(model), geometry(model)
+        matrix = r1 if isinstance(r1, torch.Tensor) else None
+        self.plan = make_plan(
+            self.architecture,
+            self.sizes,
+            r1="given" if isinstance(r1, torch.Tensor) else r1,
+            expert_intermediate=expert_intermediate(model),
+            **switches,
+        )
+        check_sites()
+        check_structure(model, self.architecture, self.sizes)
+        self._rotations = _rotations(self.plan, self.sizes, matrix)
+
+    def rotate_ends(self) -> None:
+        """The embedding, the final norm, and the head, which gets a weight of its own where it was tied."""
+        _untie(self.model, self.architecture)
+        rotate_ends(self.model, self.architecture, self._rotations, self.device)
+
+    def rotate_layer(self, layer: nn.Module) -> None:
+        """One decoder layer, online parts included."""
+        rotate_layer(layer, self.architecture, self.sizes, self._rotations, self.device)
+        insert_online(layer, self.architecture, self.plan)
 
 
 def _rotations(plan: RotationPlan, sizes: Geometry, given: torch.Tensor | None) -> Rotations:
