@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from quarot.rotation.rotate import rotate_model
     from quarot.rotation.spec import HadamardSpec
     from quarot.runtime.generate import generate
+    from quarot.streaming.quantize_checkpoint import quantize_checkpoint
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ _PLACES = {
     "hadamard_transform": "quarot.ops.hadamard",
     "load": "quarot.integrations.transformers.loading",
     "perplexity": "quarot.evaluation",
+    "quantize_checkpoint": "quarot.streaming.quantize_checkpoint",
     "quantize_model": "quarot.quantization.quantize_model",
     "rotate_model": "quarot.rotation.rotate",
     "search_seed": "quarot.calibration.seed_search",
@@ -52,6 +54,7 @@ __all__ = [
     "hadamard_transform",
     "load",
     "perplexity",
+    "quantize_checkpoint",
     "quantize_model",
     "rotate_model",
     "search_seed",

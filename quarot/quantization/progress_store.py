@@ -22,6 +22,7 @@ from quarot import __version__
 from quarot.config import QuarotConfig
 from quarot.quantization.grid import QuantizedWeight
 
+FINGERPRINT = "fingerprint.json"
 _SAMPLED = 4096
 
 
@@ -46,20 +47,7 @@ class ProgressStore:
 
     def __init__(self, folder: str | os.PathLike[str], fingerprint: dict[str, str]) -> None:
         self.folder = Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "fingerprint.json"
-        if path.exists():
-            found = json.loads(path.read_text())
-            differing = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
-            if differing:
-                raise ValueError(
-                    f"resume_dir {self.folder} holds a run with another {', '.join(differing)};"
-                    f" delete it or choose another folder"
-                )
-        else:
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(json.dumps(fingerprint, indent=1))
-            os.replace(temporary, path)
+        check_fingerprint(self.folder, fingerprint)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -102,18 +90,40 @@ class ProgressStore:
         os.replace(temporary, self._path(name))
 
 
-def fingerprint(model: nn.Module, config: QuarotConfig, windows: torch.Tensor | None) -> dict[str, str]:
-    """Hashes of what a run's result depends on. Of every weight up to 4096 evenly spaced elements count."""
+def check_fingerprint(folder: Path, fingerprint: dict[str, str]) -> None:
+    """Make a folder of this run out of a new one; raise ValueError where it belongs to another run."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / FINGERPRINT
+    if path.exists():
+        found = json.loads(path.read_text())
+        differing = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
+        if differing:
+            raise ValueError(
+                f"{folder} holds a run with another {', '.join(differing)}; delete it or choose another folder"
+            )
+    else:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(fingerprint, indent=1))
+        os.replace(temporary, path)
+
+
+def fingerprint(weights: str, config: QuarotConfig, windows: torch.Tensor | None) -> dict[str, str]:
+    """Hashes of what a run's result depends on; ``weights`` is that of the model."""
+    tokens = b"" if windows is None else windows.contiguous().numpy().tobytes()
+    return {
+        "quarot version": __version__,
+        "configuration": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest(),
+        "model": weights,
+        "calibration text": hashlib.sha256(tokens).hexdigest(),
+    }
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A hash of a model in memory; of every weight up to 4096 evenly spaced elements count."""
     weights = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().reshape(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLED)].float().cpu().contiguous()
         weights.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         weights.update(sample.numpy().tobytes())
-    tokens = b"" if windows is None else windows.contiguous().numpy().tobytes()
-    return {
-        "quarot version": __version__,
-        "configuration": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest(),
-        "model": weights.hexdigest(),
-        "calibration text": hashlib.sha256(tokens).hexdigest(),
-    }
+    return weights.hexdigest()

@@ -19,7 +19,7 @@ from quarot.quantization.bit_allocation import with_allocated_bits
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.pipeline import InMemory, needed_windows, quantize_layers, with_findings
 from quarot.quantization.presets import preset_fields
-from quarot.quantization.progress_store import ProgressStore, fingerprint
+from quarot.quantization.progress_store import ProgressStore, fingerprint, weights_hash
 from quarot.quantization.rollback import Rollback
 from quarot.quantization.selection import selected
 from quarot.rotation.refinement import Refinement
@@ -85,7 +85,7 @@ def quantize_model(
     if record.experts is not None:
         split_experts(model)
         configs = selected(model, record, config)
-    store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(model, config, windows))
+    store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(weights_hash(model), config, windows))
     where = None if device is None else torch.device(device)
     rollback = Rollback(model, configs)
     training = model.training

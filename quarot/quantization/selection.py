@@ -11,8 +11,10 @@ from quarot.nn.rotated_linear import RotatedLinear
 from quarot.quantization.fit import check_fits
 
 
-def selected(model: nn.Module, record: Architecture, config: QuarotConfig) -> dict[str, QuarotConfig]:
-    """The settings of every linear layer to quantise, by name in the model.
+def selected(
+    model: nn.Module, record: Architecture, config: QuarotConfig, in_memory: bool = True
+) -> dict[str, QuarotConfig]:
+    """The settings of every linear layer to quantise, by name in the model; ``in_memory``: their weights must be.
 
     Raises:
         NotImplementedError: a model with experts is to be tuned.
@@ -35,7 +37,7 @@ def selected(model: nn.Module, record: Architecture, config: QuarotConfig) -> di
                 f"{name} is a {type(module).__name__}, which cannot be quantised; load the model unquantised"
             )
         weight = linear_weight(module)
-        if weight.is_meta:
+        if in_memory and weight.is_meta:
             raise ValueError(f"{name} is offloaded (a meta tensor); load the whole model into memory, and use device=")
         check_fits(name, weight.shape[1], own)
         chosen[name] = own

@@ -73,13 +73,13 @@ def save_pretrained(
         write_readme(partial, target)
         if remote_code:
             write_remote_code(partial, type(self).__name__.removeprefix("Quarot"))
-        _sync(partial)
-        _move_into_place(partial, target)
+        sync(partial)
+        move_into_place(partial, target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _move_into_place(partial: Path, target: Path) -> None:
+def move_into_place(partial: Path, target: Path) -> None:
     """Rename the files of ``partial`` into ``target``; other files there (a tokenizer) stay."""
     if not target.exists():
         os.replace(partial, target)
@@ -93,7 +93,7 @@ def _move_into_place(partial: Path, target: Path) -> None:
         os.replace(partial / name, target / name)
 
 
-def _sync(folder: Path) -> None:
+def sync(folder: Path) -> None:
     """Force the files to disk: some file systems report a full disk only now."""
     for path in folder.iterdir():
         with open(path, "rb") as file:

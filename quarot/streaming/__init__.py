@@ -1,0 +1,1 @@
+"""From a checkpoint on disk to a quantised one, one decoder layer in memory at a time."""

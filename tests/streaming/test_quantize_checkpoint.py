@@ -1,0 +1,181 @@
+"""A checkpoint quantised layer by layer from disk equals, bit for bit, the model quantised in memory and saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import quarot
+from quarot.quantization.layer import LayerQuantizer
+from quarot.streaming.checkpoint import CannotStream
+
+WINDOWS = torch.randint(3, 128, (3, 32), generator=torch.Generator().manual_seed(5))
+FIELDS: dict[str, Any] = {"calibration": WINDOWS, "progress": False}
+
+
+@pytest.fixture
+def source(tiny_model: Callable[..., nn.Module], tmp_path: Path) -> Callable[..., Path]:
+    """``source(family, **config)``: the folder of a tiny model, in several shards."""
+
+    def build(family: str, dtype: torch.dtype = torch.bfloat16, **config: Any) -> Path:
+        tiny_model(family, dtype=dtype, **config).save_pretrained(tmp_path / family, max_shard_size="100KB")
+        return tmp_path / family
+
+    return build
+
+
+def in_memory(path: Path, out: Path, rotation: dict[str, Any] | None, **fields: Any) -> Path:
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    if rotation is not None:
+        quarot.rotate_model(model, progress=False, **rotation)
+    quarot.quantize_model(model, **fields)
+    model.save_pretrained(out)
+    return out
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def assert_same(first: Path, second: Path) -> None:
+    one, two = tensors(first), tensors(second)
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == two[name].dtype and torch.equal(tensor, two[name]), name
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((first / name).read_text()) == json.loads((second / name).read_text()), name
+
+
+def test_every_dense_family(source: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    path = source(family)
+    quarot.quantize_checkpoint(path, tmp_path / "streamed", **FIELDS)
+    assert_same(tmp_path / "streamed", in_memory(path, tmp_path / "whole", {}, **FIELDS))
+    assert {file.name[0] for file in tmp_path.iterdir()} & {"."} == set()
+    ids = WINDOWS[:1, :9]
+    streamed, whole = (quarot.load(tmp_path / name) for name in ("streamed", "whole"))
+    assert torch.equal(streamed(ids).logits, whole(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("rotation", "fields"),
+    [
+        ({}, {"w_method": "rtn"}),
+        ({"seed": 3, "o_proj_online": "none", "r1": "orthogonal"}, {"w_bits": 8, "w_symmetric": False}),
+        (None, {"w_group_size": 32, "w_bits": 3}),
+        ({}, {"a_clip_search": True, "gptq_asymmetric": True, "gptq_bias_correction": True, "ignore": []}),
+        ({}, {"w_bits": 16, "a_bits": 16}),
+    ],
+    ids=["rtn", "8 bits", "unrotated groups", "everything calibrated", "cache only"],
+)
+def test_every_kind_of_recipe(
+    source: Callable[..., Path], tmp_path: Path, rotation: dict[str, Any] | None, fields: dict[str, Any]
+) -> None:
+    path = source("llama", tie_word_embeddings="ignore" not in fields)
+    quarot.quantize_checkpoint(path, tmp_path / "streamed", rotation=rotation, **FIELDS, **fields)
+    assert_same(tmp_path / "streamed", in_memory(path, tmp_path / "whole", rotation, **FIELDS, **fields))
+
+
+def test_rotation_alone(source: Callable[..., Path], tmp_path: Path) -> None:
+    path, sixteen = source("qwen2"), dict.fromkeys(("w_bits", "a_bits", "k_bits", "v_bits"), 16)
+    quarot.quantize_checkpoint(path, tmp_path / "streamed", progress=False, **sixteen)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    quarot.rotate_model(model, progress=False)
+    model.save_pretrained(tmp_path / "whole")
+    assert_same(tmp_path / "streamed", tmp_path / "whole")
+
+
+def test_one_layer_is_in_memory_at_a_time(
+    source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import gc
+
+    alive: list[int] = []
+    quantize = LayerQuantizer.quantize
+
+    def counted(self: LayerQuantizer) -> None:
+        gc.collect()
+        big = {id(o) for o in gc.get_objects() if isinstance(o, nn.Parameter) and o.shape == (192, 128)}
+        alive.append(sum(1 for o in gc.get_objects() if id(o) in big and not o.is_meta))
+        quantize(self)
+
+    monkeypatch.setattr(LayerQuantizer, "quantize", counted)
+    quarot.quantize_checkpoint(source("llama", num_hidden_layers=4), tmp_path / "out", w_method="rtn", progress=False)
+    assert alive == [2, 2, 2, 2]  # gate and up of one layer
+
+
+@pytest.mark.parametrize("last", [0, 2, 3])
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_an_interrupted_run_continues(
+    source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, last: int
+) -> None:
+    path = source("qwen2", num_hidden_layers=4)
+    fields = {**FIELDS, "w_method": method, "a_clip_search": method == "gptq", "gptq_bias_correction": True}
+    out, visited = tmp_path / "out", []
+    quantize = LayerQuantizer.quantize
+
+    def stopping(self: LayerQuantizer) -> None:
+        visited.append(self.index)
+        if self.index == last and len(visited) == last + 1:
+            raise KeyboardInterrupt
+        quantize(self)
+
+    monkeypatch.setattr(LayerQuantizer, "quantize", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        quarot.quantize_checkpoint(path, out, **fields)
+    assert not out.exists()
+    with pytest.raises(ValueError, match="another configuration; delete it"):
+        quarot.quantize_checkpoint(path, out, **fields, w_bits=8)
+    visited[:] = [-1] * 9
+    quarot.quantize_checkpoint(path, out, **fields)
+    assert visited[9:] == list(range(last, 4))
+    assert not list(tmp_path.glob(".*"))
+    assert_same(out, in_memory(path, tmp_path / "whole", {}, **fields))
+
+
+def test_an_old_checkpoint_is_replaced_at_the_end(source: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    quarot.quantize_checkpoint(source("qwen2"), out, w_method="rtn", progress=False)
+    (out / "notes.txt").write_text("kept")
+    path = source("llama")
+    quarot.quantize_checkpoint(path, out, w_method="rtn", progress=False)
+    assert_same(out, in_memory(path, tmp_path / "whole", {}, w_method="rtn", progress=False))
+    assert (out / "notes.txt").read_text() == "kept"
+    assert not [file for file in out.iterdir() if file.name.startswith(".") or file.name == "fingerprint.json"]
+
+
+def test_what_cannot_be_streamed_says_why(source: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(CannotStream, match=r"mixtral: .* experts"):
+        quarot.quantize_checkpoint(source("mixtral"), out, **FIELDS)
+    with pytest.raises(CannotStream, match="tune_steps=3 trains on the whole model"):
+        quarot.quantize_checkpoint(source("llama"), out, tune_steps=3, **FIELDS)
+    (tmp_path / "llama" / "model.safetensors.index.json").unlink()
+    with pytest.raises(CannotStream, match=r"has no model\.safetensors"):
+        quarot.quantize_checkpoint(tmp_path / "llama", out, **FIELDS)
+    assert not out.exists()
+
+
+def test_damage_is_named(source: Callable[..., Path], tmp_path: Path, tiny_model: Callable[..., nn.Module]) -> None:
+    model = tiny_model("llama")
+    model.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight holds NaN"):
+        quarot.quantize_checkpoint(tmp_path / "nan", tmp_path / "out", w_method="rtn", progress=False)
+    path = source("qwen2")
+    shard = sorted(path.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-500])
+    with pytest.raises(ValueError, match=f"{shard.name} is damaged or truncated"):
+        quarot.quantize_checkpoint(path, tmp_path / "out2", w_method="rtn", progress=False)
+    with pytest.raises(ValueError, match="already quantised by quarot"):
+        quarot.quantize_checkpoint(in_memory(source("llama"), tmp_path / "q", {}, w_method="rtn"), tmp_path / "out3")
