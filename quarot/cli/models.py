@@ -65,6 +65,15 @@ def quantization_of(path: str) -> dict[str, Any] | None:
         raise ValueError(f"{file} is not JSON: {error}") from None
 
 
+def checked(path: str) -> str:
+    """The path itself; raises ValueError where it is meant to be a folder and holds no model."""
+    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise ValueError(f"{path}: no such folder")
+    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+        raise ValueError(f"{path} is a folder without config.json: not a model")
+    return path
+
+
 def load(path: str, options: argparse.Namespace, *, device: Any = None) -> Any:
     """The model at ``path`` (resolved), in evaluation mode, on the device; quarot checkpoints are checked."""
     import torch
@@ -72,10 +81,7 @@ def load(path: str, options: argparse.Namespace, *, device: Any = None) -> Any:
 
     import quarot
 
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ValueError(f"{path}: no such folder")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{path} is a folder without config.json: not a model")
+    checked(path)
     dtype: Any = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
     where = {"dtype": dtype, "device_map": device or device_of(options)}
     if (quantization_of(path) or {}).get("quant_method") == "quarot":

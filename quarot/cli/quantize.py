@@ -8,40 +8,94 @@ quarot quantize ./model --out ./rotated --w-bits 16 --a-bits 16 --kv-bits 16    
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from quarot.cli import models, recipe
+
+if TYPE_CHECKING:
+    from quarot.config import QuarotConfig
+
+logger = logging.getLogger("quarot")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     models.add_model_arguments(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where to save; must not exist")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at DIR")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="keep finished layers here; run again to continue")
-    parser.add_argument("--offload", action="store_true", help="keep the model in CPU memory, one layer on the device")
+    group = parser.add_argument_group("memory (default: one decoder layer at a time from disk; run again to continue)")
+    group.add_argument("--in-memory", action="store_true", help="load the whole model; so does what cannot be streamed")
+    group.add_argument("--offload", action="store_true", help="the same, in CPU memory, one layer on the device")
+    group.add_argument("--resume", type=Path, metavar="DIR", help="the same; keep finished layers in DIR")
     recipe.add_recipe_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     check_target(options.out, options.overwrite)
     config = recipe.config_of(options)
-    device = models.device_of(options)
+    models.device_of(options)
 
-    import quarot
     from quarot.evaluation import load_text
+    from quarot.streaming.checkpoint import CannotStream
 
     # The text first: a missing file must not cost a loaded and rotated model.
     text = load_text(options.calibration, "train") if recipe.needs_calibration(config) else None
-    path = models.resolve(options.model)
+    path = models.checked(models.resolve(options.model))
+    start = time.monotonic()
+    before = None
+    if not (options.in_memory or options.offload or options.resume):
+        try:
+            before = _stream(path, options, config, text)
+        except CannotStream as reason:
+            logger.info("the whole model is loaded: %s", reason)
+    if before is None:
+        before = _whole(path, options, config, text)
+    seconds, after = time.monotonic() - start, models.folder_bytes(options.out)
+    print(f"saved {options.out}: {models.megabytes(after)} (was {models.megabytes(before)}), {seconds:.0f} s")
+    return 0
+
+
+def _stream(path: str, options: argparse.Namespace, config: QuarotConfig, text: str | None) -> int:
+    """One layer at a time; returns the bytes of the original."""
+    import torch
+
+    import quarot
+    from quarot.rotation.plan import RotationPlan
+    from quarot.streaming.checkpoint import Checkpoint
+
+    before = Checkpoint(path).nbytes
+    done = quarot.quantize_checkpoint(
+        path,
+        options.out,
+        config,
+        rotation=recipe.rotation_of(options),
+        tokenizer=models.load_tokenizer(path),
+        calibration=text,
+        dtype="auto" if options.dtype == "auto" else getattr(torch, options.dtype),
+        device=models.device_of(options),
+        progress=not options.quiet,
+    )
+    if done.rotation is not None:
+        print(RotationPlan.from_dict(done.rotation).describe())
+    return before
+
+
+def _whole(path: str, options: argparse.Namespace, config: QuarotConfig, text: str | None) -> int:
+    """The model in memory; returns the bytes of the original."""
+    import quarot
+
+    device = models.device_of(options)
     model = models.load(path, options, device="cpu" if options.offload else device)
     tokenizer = models.load_tokenizer(path)
-    before, start = models.weight_bytes(model), time.monotonic()
+    before = models.weight_bytes(model)
     work = device if options.offload else None
     plan = recipe.rotate(model, options, work)
     if plan is not None:
         print(plan.describe())
-    if config.w_bits < 16 or config.a_bits < 16 or config.k_bits < 16 or config.v_bits < 16 or config.overrides:
+    bits = (config.w_bits, config.a_bits, config.k_bits, config.v_bits, config.lm_head_bits)
+    if min(bits) < 16 or config.overrides:
         progress = not options.quiet
         quarot.quantize_model(
             model,
@@ -52,12 +106,9 @@ def run(options: argparse.Namespace) -> int:
             resume_dir=options.resume,
             device=work,
         )
-    seconds = time.monotonic() - start
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    after = models.folder_bytes(options.out)
-    print(f"saved {options.out}: {models.megabytes(after)} (was {models.megabytes(before)}), {seconds:.0f} s")
-    return 0
+    return before
 
 
 def check_target(out: Path, overwrite: bool) -> None:
@@ -68,6 +119,6 @@ def check_target(out: Path, overwrite: bool) -> None:
     """
     if out.is_file():
         raise ValueError(f"--out {out} is a file")
-    if out.exists() and any(out.iterdir()) and not overwrite:
+    if out.exists() and any(file.name != f".{out.name}.unfinished" for file in out.iterdir()) and not overwrite:
         raise ValueError(f"--out {out} exists; choose another folder, or pass --overwrite")
     out.parent.mkdir(parents=True, exist_ok=True)

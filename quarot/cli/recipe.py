@@ -82,21 +82,26 @@ def needs_calibration(config: QuarotConfig) -> bool:
     return gptq or config.a_clip_search or config.tune_steps > 0 or config.rotation_steps > 0
 
 
+def rotation_of(options: argparse.Namespace) -> dict[str, Any] | None:
+    """The switches of ``rotate_model`` that the options describe, or None with ``--no-rotate``."""
+    if options.no_rotate:
+        return None
+    return {
+        "seed": options.seed,
+        "r1": None if options.r1 == "none" else options.r1,
+        "r2": not options.no_r2,
+        "o_proj_online": options.o_proj_online,
+        "r3": not options.no_r3,
+        "r4": not options.no_r4,
+        "down_proj_block": options.down_proj_block,
+    }
+
+
 def rotate(model: Any, options: argparse.Namespace, device: Any = None) -> Any:
     """Rotate as the options say; returns the plan, or None with ``--no-rotate``."""
     import quarot
 
-    if options.no_rotate:
+    switches = rotation_of(options)
+    if switches is None:
         return None
-    return quarot.rotate_model(
-        model,
-        seed=options.seed,
-        r1=None if options.r1 == "none" else options.r1,
-        r2=not options.no_r2,
-        o_proj_online=options.o_proj_online,
-        r3=not options.no_r3,
-        r4=not options.no_r4,
-        down_proj_block=options.down_proj_block,
-        device=device,
-        progress=not options.quiet,
-    )
+    return quarot.rotate_model(model, **switches, device=device, progress=not options.quiet)

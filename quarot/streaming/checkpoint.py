@@ -31,8 +31,7 @@ class Checkpoint:
         path: a folder, or a repository on the Hugging Face hub (downloaded first).
 
     Raises:
-        CannotStream: no safetensors files there.
-        OSError: nothing there.
+        CannotStream: no safetensors files there, or nothing at all.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -143,4 +142,7 @@ def _folder(path: str | os.PathLike[str]) -> Path:
         return Path(path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(os.fspath(path), allow_patterns=["*.json", "*.safetensors"]))
+    try:
+        return Path(snapshot_download(os.fspath(path), allow_patterns=["*.json", "*.safetensors"]))
+    except (OSError, ValueError) as error:
+        raise CannotStream(f"{path} is no folder, and downloading it failed: {error}") from None

@@ -18,7 +18,7 @@ from torch import nn
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
 from quarot.quantization.gptq_block import forget_rounders
-from quarot.quantization.pipeline import needed_windows, quantize_layers, with_clips
+from quarot.quantization.pipeline import needed_windows, quantize_layers, with_findings
 from quarot.quantization.presets import preset_fields
 from quarot.quantization.progress_store import FINGERPRINT, fingerprint
 from quarot.quantization.selection import selected
@@ -28,6 +28,9 @@ from quarot.streaming.checkpoint import CannotStream, Checkpoint
 from quarot.streaming.shards import ShardStore
 
 logger = logging.getLogger("quarot")
+
+_WHOLE_MODEL = {"tune_steps": "trains", "rotation_steps": "trains", "w_bits_budget": "measures"}
+"""Settings that no single layer can decide."""
 
 DEFAULT_ROTATION: Mapping[str, Any] = MappingProxyType({})
 
@@ -94,12 +97,12 @@ def quantize_checkpoint(
         work = _unfinished(Path(out))
         identity = fingerprint(f"{checkpoint.fingerprint()} {model.dtype} {_matrix(rotation)}", config, windows)
         place.store = ShardStore(work, names, identity)
-        clips, _ = quantize_layers(model, configs, windows, config, place.store, place, progress)
+        clips, _, starved = quantize_layers(model, configs, windows, config, place.store, place, progress)
     finally:
         forget_rounders()
     place.store.write("", place.ends(model))
     place.store.write_index()
-    config = _as_recorded(with_clips(config, clips))
+    config = _as_recorded(with_findings(config, clips, starved))
     _write_configuration(model, config, work)
     if tokenizer is not None:
         tokenizer.save_pretrained(work)
@@ -160,9 +163,9 @@ def _check_streamable(model: Any, config: QuarotConfig) -> None:
     record = architecture_of(model)
     if record.experts is not None:
         raise CannotStream(f"{record.family}: transformers merges the tensors of the experts while loading")
-    for name in ("tune_steps", "rotation_steps"):
+    for name, why in _WHOLE_MODEL.items():
         if getattr(config, name):
-            raise CannotStream(f"{name}={getattr(config, name)} trains on the whole model")
+            raise CannotStream(f"{name}={getattr(config, name)} {why} the whole model")
 
 
 def _parameters(module: nn.Module) -> list[str]:
@@ -186,7 +189,7 @@ def _matrix(rotation: Mapping[str, Any] | None) -> str:
 
 def _as_recorded(config: QuarotConfig) -> QuarotConfig:
     """As ``rotate_model`` records a model that nothing quantises."""
-    if config.overrides or min(config.w_bits, config.a_bits, config.k_bits, config.v_bits) < 16:
+    if config.overrides or min(config.w_bits, config.a_bits, config.k_bits, config.v_bits, config.lm_head_bits) < 16:
         return config
     return QuarotConfig(w_bits=16, a_bits=16, k_bits=16, v_bits=16, rotation=config.rotation)
 

@@ -38,7 +38,7 @@ class ShardStore:
         self.folder = folder
         check_fingerprint(folder, fingerprint)
         self._places = {name: index for index, name in enumerate([*names, ""], start=1)}
-        self._clips: dict[str, dict[str, float]] = {}
+        self._found: dict[str, dict[str, Any]] = {}
 
     def path(self, name: str) -> Path:
         """The shard of a decoder layer; of everything else for an empty name."""
@@ -50,7 +50,7 @@ class ShardStore:
 
     def save(self, name: str, layer: FinishedLayer) -> None:
         """Remember what the modules will not hold; :meth:`write` follows when the layer is packed."""
-        self._clips[name] = layer.clips
+        self._found[name] = {"clips": layer.clips, "starved": layer.starved}
 
     def write(self, name: str, tensors: dict[str, torch.Tensor], module: nn.Module | None = None) -> None:
         """Write one shard: ``tensors`` by their names in the model, and what :meth:`load` needs of ``module``."""
@@ -59,7 +59,7 @@ class ShardStore:
             for path, linear in (() if module is None else module.named_modules())
             if isinstance(linear, QuantLinear) and linear.w_bits < 16
         }
-        notes = json.dumps({"weights": weights, "clips": self._clips.pop(name, {})})
+        notes = json.dumps({"weights": weights, **self._found.pop(name, {})})
         temporary = self.path(name).with_suffix(".tmp")
         stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         save_file(stored, temporary, metadata={"format": "pt", "quarot": notes})
@@ -86,7 +86,7 @@ class ShardStore:
                 bias = get(path, "bias")
                 if bias is not None:
                     biases[path] = bias
-        return FinishedLayer(results, notes["clips"], {}, biases)
+        return FinishedLayer(results, notes["clips"], {}, biases, notes["starved"])
 
     def write_index(self) -> None:
         """Write the index over all shards.

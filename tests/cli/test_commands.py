@@ -16,6 +16,23 @@ def quantized(model_folder, text_file, tmp_path_factory):
     return out
 
 
+@pytest.mark.parametrize("option", ["--in-memory", "--offload", "--resume"])
+def test_streaming_is_the_default_and_changes_nothing(quantized, model_folder, text_file, tmp_path, option):
+    from safetensors.torch import load_file
+
+    assert len(list(quantized.glob("*.safetensors"))) == 3  # a shard for each of two layers, one for the rest
+    out, extra = tmp_path / "out", [option] + [str(tmp_path / "finished")] * (option == "--resume")
+    arguments = ["quantize", str(model_folder), "--out", str(out), "--calibration", str(text_file), *extra, *QUICK]
+    assert main(arguments) == 0
+    whole = load_file(out / "model.safetensors")
+    streamed = {}
+    for file in quantized.glob("*.safetensors"):
+        streamed |= load_file(file)
+    assert whole.keys() == streamed.keys()
+    assert all(whole[name].equal(streamed[name]) for name in whole)
+    assert (quantized / "tokenizer.json").is_file()
+
+
 def test_quantize_saves_the_papers_recipe_with_its_rotation(quantized):
     config = json.loads((quantized / "config.json").read_text())["quantization_config"]
     assert (config["w_bits"], config["a_bits"], config["k_bits"], config["v_bits"]) == (4, 4, 4, 4)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,8 +78,9 @@ def test_every_dense_family(source: Callable[..., Path], tmp_path: Path, family:
         (None, {"w_group_size": 32, "w_bits": 3}),
         ({}, {"a_clip_search": True, "gptq_asymmetric": True, "gptq_bias_correction": True, "ignore": []}),
         ({}, {"w_bits": 16, "a_bits": 16}),
+        ({}, {"lm_head_bits": 8}),
     ],
-    ids=["rtn", "8 bits", "unrotated groups", "everything calibrated", "cache only"],
+    ids=["rtn", "8 bits", "unrotated groups", "everything calibrated", "cache only", "head"],
 )
 def test_every_kind_of_recipe(
     source: Callable[..., Path], tmp_path: Path, rotation: dict[str, Any] | None, fields: dict[str, Any]
@@ -158,7 +162,7 @@ def test_what_cannot_be_streamed_says_why(source: Callable[..., Path], tmp_path:
     out = tmp_path / "out"
     with pytest.raises(CannotStream, match=r"mixtral: .* experts"):
         quarot.quantize_checkpoint(source("mixtral"), out, **FIELDS)
-    with pytest.raises(CannotStream, match="tune_steps=3 trains on the whole model"):
+    with pytest.raises(CannotStream, match="tune_steps=3 trains the whole model"):
         quarot.quantize_checkpoint(source("llama"), out, tune_steps=3, **FIELDS)
     (tmp_path / "llama" / "model.safetensors.index.json").unlink()
     with pytest.raises(CannotStream, match=r"has no model\.safetensors"):
@@ -179,3 +183,40 @@ def test_damage_is_named(source: Callable[..., Path], tmp_path: Path, tiny_model
         quarot.quantize_checkpoint(path, tmp_path / "out2", w_method="rtn", progress=False)
     with pytest.raises(ValueError, match="already quantised by quarot"):
         quarot.quantize_checkpoint(in_memory(source("llama"), tmp_path / "q", {}, w_method="rtn"), tmp_path / "out3")
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from safetensors.torch import save_file
+from quarot.streaming import shards
+import quarot
+
+def dying(tensors, path, metadata):
+    save_file(tensors, path, metadata=metadata)
+    if "00003-of" in str(path):
+        with open(path, "r+b") as file:
+            file.truncate(os.path.getsize(path) // 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+shards.save_file = dying
+windows = torch.randint(3, 128, (3, 32), generator=torch.Generator().manual_seed(5))
+quarot.quantize_checkpoint({path!r}, {out!r}, calibration=windows, progress=False)
+"""
+
+
+def test_killed_while_writing_a_shard(source: Callable[..., Path], tmp_path: Path) -> None:
+    path, out = source("llama", num_hidden_layers=4), tmp_path / "out"
+    code = KILLED.format(tests=str(Path(__file__).parent.parent), path=str(path), out=str(out))
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    work = tmp_path / ".out.unfinished"
+    assert sorted(file.name for file in work.glob("*.safetensors")) == [
+        f"model-0000{i}-of-00005.safetensors" for i in (1, 2)
+    ]
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        quarot.load(work)
+    quarot.quantize_checkpoint(path, out, **FIELDS)
+    assert_same(out, in_memory(path, tmp_path / "whole", {}, **FIELDS))
+    assert not work.exists()
