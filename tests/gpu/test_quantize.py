@@ -100,7 +100,7 @@ def check_norm(x: torch.Tensor, residual: torch.Tensor | None, bits: int = 4, pa
     difference = (codes.int() - expected_codes.int()).abs()
     # Only the order of the sum of squares differs, which moves values that lie on a rounding edge (in bf16 many columns
     # of a row share one value, and move together).
-    assert difference.max() <= 1 or packed
+    assert packed or (difference <= 1).all()
     share = 1e-3 if x.dtype == torch.bfloat16 else 2e-4
     assert difference.count_nonzero() <= max(4, share * difference.numel())
 
