@@ -7,8 +7,8 @@ from functools import partial
 
 import torch
 
-from benchmarks.gemm_w4a4 import moved_bytes, replays
-from benchmarks.peers import cublas_fp16, fp8_rowwise
+from benchmarks.gemm_w4a4 import SUSTAIN, SUSTAINED_FROM, moved_bytes, replays
+from benchmarks.peers import cublas_fp16, fp8_rowwise, int_mm
 from benchmarks.report import Row
 from benchmarks.shapes import Options
 from benchmarks.timing import Call, measure, roof_us
@@ -34,10 +34,14 @@ def rows(options: Options) -> Iterator[Row]:
                 if not torch.equal(call(), want):
                     raise AssertionError(f"gemm_w8a8 differs from its reference at M={min(m, 64)}, N={n}, K={k}")
                 moved, times = moved_bytes(m, n, k, 8), replays(m, n, k)
-                us = measure(partial(_make, m, n, k), moved, replays=times)
-                peers = {"cublas_fp16": measure(cublas_fp16(m, n, k), 2 * (m * k + n * k + m * n), replays=times)}
+                sustain = SUSTAIN if m >= SUSTAINED_FROM else 0.0
+                us = measure(partial(_make, m, n, k), moved, replays=times, sustain=sustain)
+                makes = {"cublas_fp16": (cublas_fp16(m, n, k), 2 * (m * k + n * k + m * n))}
+                if m > 16:
+                    makes["int_mm"] = int_mm(m, n, k), m * k + n * k + 4 * m * n
                 if torch.cuda.get_device_capability() >= (8, 9):
-                    peers["fp8_rowwise"] = measure(fp8_rowwise(m, n, k), m * k + n * k + 2 * m * n, replays=times)
+                    makes["fp8_rowwise"] = fp8_rowwise(m, n, k), m * k + n * k + 2 * m * n
+                peers = {p: measure(make, size, replays=times, sustain=sustain) for p, (make, size) in makes.items()}
                 roof = roof_us(moved, int8_ops=2 * m * n * k)
                 for peer, peer_us in peers.items():
                     yield Row("gemm_w8a8", shape.model, layer, m=m, n=n, k=k, dtype="float16", us=us, roof_us=roof,

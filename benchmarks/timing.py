@@ -36,7 +36,13 @@ def copies_for(nbytes: int, cache: int, *, least: int = 2, most: int = 100) -> i
 
 
 def measure(
-    make: Callable[[], Call], nbytes: int, *, graph: bool = True, replays: int = 20, cold: bool = True
+    make: Callable[[], Call],
+    nbytes: int,
+    *,
+    graph: bool = True,
+    replays: int = 20,
+    cold: bool = True,
+    sustain: float = 0.0,
 ) -> float:
     """Median microseconds of one call.
 
@@ -46,6 +52,8 @@ def measure(
         graph: replay a CUDA graph (a decode step); False launches each call from Python (eager).
         replays: timed repetitions of the whole rotation.
         cold: rotate through enough inputs to overflow L2; False keeps one set, hot.
+        sustain: seconds of replays before timing, and least seconds timed: the clocks are then those that the board's
+            power limit leaves to this kernel in a long prefill, not those of a burst.
     """
     calls = [make() for _ in range(copies_for(nbytes, l2_bytes()) if cold else 1)]
     # A short rotation is repeated inside the graph so that one replay is long against the timer's resolution.
@@ -70,6 +78,12 @@ def measure(
         run = captured.replay
     for _ in range(3):
         run()
+    if sustain:
+        once = _milliseconds(run)
+        warm = int(sustain * 1e3 / once)
+        replays = max(replays, min(warm, 500))
+        for _ in range(warm):
+            run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for start, stop in events:
         start.record()
@@ -77,6 +91,15 @@ def measure(
         stop.record()
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / (rounds * len(calls))
+
+
+def _milliseconds(run: Call) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    torch.cuda.synchronize()
+    return max(start.elapsed_time(stop), 1e-3)
 
 
 @functools.cache
