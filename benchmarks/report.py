@@ -224,38 +224,6 @@ def summary(results: Path = RESULTS) -> str:
     return "\n\n".join(parts)
 
 
-def plots(folder: Path, results: Path = RESULTS) -> list[Path]:
-    """One bar chart of ratios an op and GPU.
-
-    Raises:
-        ImportError: matplotlib is missing.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for path in sorted(results.glob("*.json")):
-        rows = [row for row in newest(read(path)) if row.get("ratio") is not None]
-        for op in dict.fromkeys(row["op"] for row in rows):
-            mine = [row for row in rows if row["op"] == op]
-            names = [f"{r['model']} {r['layer'] or ''} m={r['m']} vs {r['peer']}" for r in mine]
-            figure, axes = pyplot.subplots(figsize=(8, 1 + 0.25 * len(mine)))
-            axes.barh(names, [row["ratio"] for row in mine])
-            axes.axvline(1.0, color="black", linewidth=0.8)
-            axes.invert_yaxis()
-            axes.set_xlabel(f"times faster than the peer ({mine[0]['gpu']})")
-            axes.set_title(op)
-            figure.tight_layout()
-            target = folder / f"{path.stem}-{op}.png"
-            figure.savefig(target, dpi=120)
-            pyplot.close(figure)
-            written.append(target)
-    return written
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--readme", action="store_true", help="write the tables into README.md and docs/")
@@ -269,6 +237,8 @@ def main(arguments: list[str] | None = None) -> int:
             page.write_text(fill(page.read_text(encoding="utf-8"), marker, content), encoding="utf-8")
         print("README.md, docs/benchmarks.md and docs/accuracy.md written")
     if options.plots:
+        from benchmarks.plots import plots  # which reads rows through this module
+
         print("\n".join(map(str, plots(options.plots))) or "no rows to draw")
     if not options.readme and not options.plots:
         print(speed_tables() + "\n\n**accuracy, SmolLM2-135M**\n\n" + accuracy_table())

@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import report, run_all, timing  # noqa: E402
+from benchmarks import plots, report, run_all, timing  # noqa: E402
 from benchmarks.report import Row  # noqa: E402
 from benchmarks.shapes import SHAPES, Options  # noqa: E402
 
@@ -107,8 +107,9 @@ def test_missing_markers_are_named():
 
 def test_plots_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    report.append([report.stamp(a_row(), gpu="NVIDIA H200")], tmp_path / "results" / "h200.json")
-    (picture,) = report.plots(tmp_path / "plots", tmp_path / "results")
+    rows = [a_row(m=1), a_row(m=2), {**a_row(), "op": "single"}]
+    report.append([report.stamp(row, gpu="NVIDIA H200") for row in rows], tmp_path / "results" / "h200.json")
+    (picture,) = plots.plots(tmp_path / "plots", tmp_path / "results")
     assert picture.name == "h200-hadamard.png"
     assert picture.stat().st_size > 3000
 

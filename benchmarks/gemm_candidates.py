@@ -1,0 +1,136 @@
+"""Every kernel that can serve a GEMM, timed side by side: what ``csrc/gemm/dispatch.cu`` is made from.
+
+``python -m benchmarks.gemm_candidates [--tokens 64,256] [--models llama-2-7b] [--output FILE]`` checks each
+candidate against the others bit for bit, times it with cold weights, and prints the fastest beside the one that the
+dispatcher takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gemm_w4a4 import moved_bytes, operands
+from benchmarks.peers import cublas_fp16
+from benchmarks.shapes import DEFAULT_MODELS, SHAPES
+from benchmarks.timing import copies_for, l2_bytes
+from quarot.ops import gemm_launch
+from quarot.ops.registry import extension
+
+Tactic = tuple[int, int, int, int]
+"""kernel, a, b, c as in ``csrc/gemm/dispatch.h``."""
+
+SKINNY, WIDE, SPLIT = 0, 1, 5
+TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
+_ROUNDS = 5
+
+
+def candidates(m: int, n: int, k: int) -> Iterator[Tactic]:
+    """Those worth timing at this size."""
+    if m <= 64:
+        yield SKINNY, 32, 16, 1
+    yield WIDE, 128, 128, 0
+    yield WIDE, 128, 256, 0
+    if m <= 512:
+        yield WIDE, 64, 64, 0
+        yield WIDE, 256, 128, 0
+    yield WIDE, 128, 128, 1
+    if m <= 128:
+        yield WIDE, 128, 64, 1
+    for parts in (1, 2, 3, 4):
+        if k % (32 * parts) or m > 1024:
+            continue
+        if m <= 256:
+            yield SPLIT, 64, 64, parts
+        yield SPLIT, 64, 128, parts
+        yield SPLIT, 128, 128, parts
+        yield SPLIT, 128, 128, 100 + parts
+
+
+def choice(m: int, n: int, k: int) -> Tactic:
+    """What the library takes by itself."""
+    module: Any = extension()
+    return tuple(module.gemm_choice(m, n, k, n, 0, 0, 0, False))
+
+
+def _recorded(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
+    for call in calls[:2]:
+        call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def times(m: int, n: int, k: int) -> dict[str, float]:
+    """Median microseconds of every candidate and of cuBLAS fp16, measured in turns on the same cold operands."""
+    nbytes = moved_bytes(m, n, k)
+    sets = [operands(m, n, k) for _ in range(copies_for(nbytes, l2_bytes()))]
+    graphs = {}
+    first: torch.Tensor | None = None
+    for tactic in dict.fromkeys([*candidates(m, n, k), choice(m, n, k)]):
+
+        def run(operand: tuple[torch.Tensor, ...], tactic: Tactic = tactic) -> torch.Tensor:
+            return gemm_launch.launch(*operand, None, torch.float16, weight_format=0, tactic=tactic)  # type: ignore[arg-type]
+
+        got = run(sets[0])
+        first = got if first is None else first
+        for _ in range(3):
+            if not torch.equal(got, first):
+                raise AssertionError(f"{tactic} differs from the first candidate at M={m}, N={n}, K={k}")
+            got = run(sets[0])
+        graphs[",".join(map(str, tactic))] = _recorded([lambda o=o, run=run: run(o) for o in sets])  # type: ignore[misc]
+    make = cublas_fp16(m, n, k)
+    graphs["cublas_fp16"] = _recorded([make() for _ in sets])
+    taken: dict[str, list[float]] = {name: [] for name in graphs}
+    replays = max(2, min(20, int(2e12 / (m * n * k * len(sets)))))
+    for _ in range(_ROUNDS):
+        for name, graph in graphs.items():
+            graph.replay()
+            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(replays):
+                graph.replay()
+            stop.record()
+            stop.synchronize()
+            taken[name].append(start.elapsed_time(stop) * 1e3 / (replays * len(sets)))
+    return {name: statistics.median(values) for name, values in taken.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm_candidates", description=__doc__)
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
+    parser.add_argument("--output", type=Path, help="all times as JSON")
+    options = parser.parse_args()
+    sizes = sorted({size for name in options.models.split(",") for size in SHAPES[name].linears.values()})
+    everything = []
+    for m in map(int, options.tokens.split(",")):
+        ours, best = [], []
+        for n, k in sizes:
+            found = times(m, n, k)
+            peer, mine = found.pop("cublas_fp16"), ",".join(map(str, choice(m, n, k)))
+            ranked = sorted(found, key=lambda name: found[name])
+            ours.append(math.log(peer / found[mine]))
+            best.append(math.log(peer / found[ranked[0]]))
+            everything.append({"m": m, "n": n, "k": k, "chosen": mine, "cublas_fp16": peer, "us": found})
+            listed = "  ".join(f"{name} {found[name]:.1f}" for name in ranked[:4])
+            print(f"M={m} {n}x{k}: fp16 {peer:.1f} | chosen {mine} {found[mine]:.1f} | {listed}", flush=True)
+            if options.output:
+                options.output.write_text(json.dumps(everything))
+            torch.cuda.empty_cache()
+        means = [math.exp(sum(logs) / len(logs)) for logs in (ours, best)]
+        print(f"M={m}: {means[0]:.2f}x cuBLAS fp16 as dispatched, {means[1]:.2f}x with the best of each", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
