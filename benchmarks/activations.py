@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -69,10 +70,12 @@ def row_per_peer(
     nbytes: int,
     make: Callable[[], Call],
     unfused: Callable[[], Call],
+    others: Mapping[str, Callable[[], Call]] = MappingProxyType({}),
 ) -> Iterator[Row]:
-    """Time ``make`` against a copy of the same bytes and against the unfused chain."""
+    """Time ``make`` against a copy of the same bytes, against the unfused chain and against ``others``."""
     us = measure(make, nbytes)
-    peers = {"copy_floor": measure(copy_floor(nbytes), nbytes), "torch_unfused": measure(unfused, nbytes)}
+    makes = {"copy_floor": copy_floor(nbytes), "torch_unfused": unfused, **others}
+    peers = {peer: measure(peer_make, nbytes) for peer, peer_make in makes.items()}
     for peer, peer_us in peers.items():
         yield Row(
             op, model, layer, m=m, k=width, dtype="float16", us=us, roof_us=roof_us(nbytes), peer=peer, peer_us=peer_us

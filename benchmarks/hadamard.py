@@ -1,8 +1,12 @@
-"""The plain Hadamard transform of hidden and intermediate widths against a copy and against fp16 matmuls."""
+"""The plain Hadamard transform of hidden and intermediate widths against a copy and against fp16 matmuls.
+
+Where the package ``fast_hadamard_transform`` is installed, it is a peer too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -10,6 +14,7 @@ from benchmarks.activations import keeping, row_per_peer, spec_of, tokens, torch
 from benchmarks.report import Row
 from benchmarks.shapes import Options
 from benchmarks.timing import Call
+from quarot.ops import fast_hadamard
 from quarot.ops.hadamard import hadamard, hadamard_reference
 
 
@@ -29,12 +34,14 @@ def rows(options: Options) -> Iterator[Row]:
                 raise AssertionError(f"hadamard of {width} is off by {error:.1e}")
             for m in tokens(options):
 
-                def make(m: int = m, width: int = width, spec=spec) -> Call:  # type: ignore[no-untyped-def]
+                def calling(function: Callable[[torch.Tensor], torch.Tensor], m: int = m, width: int = width) -> Call:
                     x = torch.randn(m, width, device="cuda", dtype=torch.float16)
-                    return keeping(lambda: hadamard(x, spec.order, spec.pow2, 1))
+                    return keeping(lambda: function(x))
 
-                def make_unfused(m: int = m, width: int = width, unfused=unfused) -> Call:  # type: ignore[no-untyped-def]
-                    x = torch.randn(m, width, device="cuda", dtype=torch.float16)
-                    return keeping(lambda: unfused(x))
-
-                yield from row_per_peer("hadamard", shape.model, layer, m, width, 4 * m * width, make, make_unfused)
+                make = partial(calling, lambda x, spec=spec: hadamard(x, spec.order, spec.pow2, 1))
+                others = {}
+                if fast_hadamard.package() is not None and fast_hadamard.serves(spec.order, spec.pow2, 1):
+                    package = partial(fast_hadamard.transform, order=spec.order, pow2=spec.pow2)
+                    others[fast_hadamard.NAME] = partial(calling, package)
+                yield from row_per_peer("hadamard", shape.model, layer, m, width, 4 * m * width, make,
+                                        partial(calling, unfused), others)  # fmt: skip

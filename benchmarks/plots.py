@@ -19,6 +19,7 @@ _PEER_NAMES = {
     "int_mm": "torch._int_mm",
     "copy_floor": "a copy of the same bytes",
     "torch_unfused": "unfused PyTorch",
+    "fast_hadamard_transform": "fast_hadamard_transform",
     "flashinfer_fp16": "FlashInfer fp16",
     "flashinfer_fp8": "FlashInfer fp8",
     "transformers_fp16_eager": "transformers fp16, eager",

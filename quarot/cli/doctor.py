@@ -19,7 +19,14 @@ OPTIONAL = {
     "matplotlib": "quarot plot (extra plot)",
     "flashinfer-python": "prefill attention, and a benchmark peer (extra flashinfer)",
 }
-_VARIABLES = ("QUAROT_BACKEND", "QUAROT_FLASHINFER", "QUAROT_CACHE", "QUAROT_LOG_LEVEL", "CUDA_VISIBLE_DEVICES")
+_VARIABLES = (
+    "QUAROT_BACKEND",
+    "QUAROT_FLASHINFER",
+    "QUAROT_HADAMARD",
+    "QUAROT_CACHE",
+    "QUAROT_LOG_LEVEL",
+    "CUDA_VISIBLE_DEVICES",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

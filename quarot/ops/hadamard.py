@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from quarot.ops import hadamard_launch
+from quarot.ops import fast_hadamard, hadamard_launch
 from quarot.ops.quantize_per_token import as_rows
 from quarot.ops.registry import define_op
 from quarot.precision import tf32
@@ -80,6 +80,8 @@ def _cuda(x: torch.Tensor, order: int, pow2: int, inner: int) -> torch.Tensor:
     """Launches csrc/hadamard: the tensor-core transform where it serves, else the one for any size."""
     if x.numel() == 0 or order * pow2 == 1:
         return x.clone(memory_format=torch.contiguous_format)
+    if fast_hadamard.selected() and fast_hadamard.serves(order, pow2, inner):
+        return fast_hadamard.transform(x, order, pow2)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     hadamard_launch.transform(as_rows(x), order, pow2, inner, out)
     return out
