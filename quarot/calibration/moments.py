@@ -8,14 +8,17 @@ from quarot.precision import tf32
 
 _HAS_OUT_DTYPE = "out_dtype" in (torch.mm.__doc__ or "")
 """Half-precision products with an fp32 result came with torch 2.8."""
+_TOKENS_PER_PRODUCT = 4096
 
 
 class Moments:
     """Weighted means over tokens of ``x`` and ``x x^T`` (the Hessian) and, given targets t, of ``t`` and ``t x^T``.
 
     x [..., K] is the input of the layer that is being quantised; t [..., T] is anything of the same tokens. fp32 sums.
-    On a GPU, unweighted tokens in half precision go through tensor cores as they are: the products of two such numbers
-    are exact in fp32, so nothing is lost against a product of their fp32 copies, and it is some fifteen times faster.
+    On a GPU, unweighted tokens in half precision go through tensor cores as they are, twelve times faster than their
+    fp32 copies would: products of two such numbers are exact in fp32. But the sums are truncated on the way, so one
+    product takes a few thousand tokens and fp32 additions the rest: relative error 2e-5 (3e-6 with fp32 copies), far
+    below what damping adds.
 
     Attributes:
         tokens: how many were counted.
@@ -76,8 +79,11 @@ def _weighted(values: torch.Tensor, root: torch.Tensor | None) -> torch.Tensor:
 def _add_product(total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """``total + left^T right`` in fp32 (in place), for [tokens, C] each; None stands for zero."""
     if left.is_cuda and left.dtype == right.dtype and left.dtype in (torch.float16, torch.bfloat16) and _HAS_OUT_DTYPE:
-        product = torch.mm(left.T, right, out_dtype=torch.float32)
-        return product if total is None else total.add_(product)
+        for some, others in zip(left.split(_TOKENS_PER_PRODUCT), right.split(_TOKENS_PER_PRODUCT), strict=True):
+            product = torch.mm(some.T, others, out_dtype=torch.float32)
+            total = product if total is None else total.add_(product)
+        assert total is not None
+        return total
     left, right = left.float(), right.float()
     with tf32(False):  # Hessians need their small eigenvalues
         return left.T @ right if total is None else total.addmm_(left.T, right)
