@@ -117,6 +117,14 @@ def _weights(bits: int, method: str, rotated: bool, *paper: float | None) -> Exp
     return Experiment(name, {} if rotated else None, quantize, _llama2(*paper))
 
 
+def _budget(bits: float, a_bits: int, choices: list[int] | None = None) -> Experiment:
+    fields: dict[str, Any] = {"w_bits_budget": bits} | ({"w_bits_choices": choices} if choices else {})
+    kv = a_bits
+    name = f"w{bits:g}a{a_bits}" + ("" if kv == 16 else f"kv{kv}") + "-gptq-budget"
+    suffix = "" if choices is None else "-of-" + "-".join(map(str, choices))
+    return Experiment(name + suffix, quantize=_bits(4, a_bits, kv, kv, **fields))
+
+
 def _clips() -> tuple[Experiment, ...]:
     inputs = {1.0: 5.938, 0.95: 5.910, 0.9: 5.828, 0.85: 5.850}
     caches = {1.0: 5.513, 0.95: 5.510, 0.9: 5.517, 0.85: 5.532}
@@ -247,6 +255,18 @@ TABLES: dict[str, Table] = {
             *(Experiment(f"residual{bits}-unrotated", None, residual_bits=bits) for bits in (8, 4)),
             _MAIN,
             Experiment("w4a4kv4-gptq-residual8", quantize=_bits(4, 4, 4, 4), residual_bits=8),
+        ),
+    ),
+    "budget": Table(
+        "Beyond the paper: weight bits chosen layer by layer, under a budget of average bits",
+        (
+            _FULL,
+            Experiment("w4a16-gptq-symmetric", quantize=_bits(4, 16, 16, 16)),
+            _budget(4.0, 16),
+            _budget(3.5, 16),
+            _MAIN,
+            _budget(4.0, 4),
+            _budget(4.5, 4, [4, 8]),
         ),
     ),
     "zero-shot": Table(

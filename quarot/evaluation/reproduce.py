@@ -21,7 +21,7 @@ from quarot.evaluation.half_hadamard import half_hadamard
 from quarot.evaluation.paper import Experiment, Table
 from quarot.evaluation.perplexity import encode, perplexity
 from quarot.evaluation.residual_stream import residual_bits
-from quarot.evaluation.sharing import RUN_TIME, retarget, shares_weights, weights_key, weights_of
+from quarot.evaluation.sharing import retarget, run_time_of, shares_weights, weights_key, weights_of
 from quarot.progress import progress_bar
 
 Row = dict[str, Any]
@@ -119,8 +119,12 @@ class Reproduction:
     def _work(self, name: str, experiment: Experiment, seed: int) -> str:
         """Equal for rows with equal figures; starts with what their weights depend on."""
         weights = weights_key(experiment.rotate, experiment.quantize, seed)
-        run_time = {k: v for k, v in (experiment.quantize or {}).items() if k in RUN_TIME}
-        more = [run_time, experiment.residual_bits, experiment.half_hadamard, self.tables[name].zero_shot]
+        more = [
+            run_time_of(experiment.quantize or {}),
+            experiment.residual_bits,
+            experiment.half_hadamard,
+            self.tables[name].zero_shot,
+        ]
         return weights + _SEPARATOR + json.dumps(more, sort_keys=True)
 
     def _measure(self, experiment: Experiment, seed: int, zero_shot: bool) -> Row:

@@ -41,6 +41,12 @@ def weights_key(rotate: dict[str, Any] | None, quantize: dict[str, Any] | None, 
     return json.dumps([rotate, fields, seed], sort_keys=True)
 
 
+def run_time_of(quantize: dict[str, Any]) -> dict[str, Any]:
+    """All run-time fields of a setting, those left at their defaults included."""
+    config = QuarotConfig(**{name: value for name, value in quantize.items() if name in RUN_TIME})
+    return {name: getattr(config, name) for name in RUN_TIME}
+
+
 def retarget(model: Any, quantize: dict[str, Any]) -> None:
     """Give a quantised model the run-time fields of another setting with the same weights, in place.
 
@@ -51,8 +57,7 @@ def retarget(model: Any, quantize: dict[str, Any]) -> None:
     from quarot.nn.quant_linear import QuantLinear
     from quarot.quantization.fit import check_fits
 
-    wanted = QuarotConfig(**{name: value for name, value in quantize.items() if name in RUN_TIME})
-    config = model.config.quantization_config.replace(**{name: getattr(wanted, name) for name in RUN_TIME})
+    config = model.config.quantization_config.replace(**run_time_of(quantize))
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
     for name, module in layers:
         check_fits(name, module.in_features, config.for_module(name))

@@ -166,7 +166,7 @@ def test_groups_that_do_not_fit_leave_the_model_as_it_was(tiny_model):
 def test_a_setting_of_several_tables_is_measured_once(tiny_model, tmp_path, monkeypatch):
     tables = {
         "a": Table("A", SHARED[:2]),
-        "b": Table("B", (SHARED[1], Experiment("again", quantize=SHARED[0].quantize))),
+        "b": Table("B", (SHARED[1], Experiment("again", quantize={"w_bits": 4, "w_method": "rtn", "a_clip": 0.9}))),
     }
     calls = []
     measure = reproduce.perplexity
