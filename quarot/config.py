@@ -75,6 +75,11 @@ class QuarotConfig(QuantizationConfigMixin):
             (:mod:`quarot.quantization.bit_allocation`), stored as ``overrides``. Layers whose ``w_bits`` are overridden
             already keep theirs and do not count. None gives ``w_bits`` to every layer (the paper).
         w_bits_choices: bits that the budget is spent on; 4 and 8 have kernels of their own.
+        kv_bits_budget: average bits of cached keys and values; then the keys and the values of each layer get those of
+            ``kv_bits_choices`` that serve calibration best (:mod:`quarot.quantization.kv_bit_allocation`). None gives
+            ``k_bits`` and ``v_bits`` to every layer (the paper).
+        kv_bits_choices: bits that this budget is spent on.
+        kv_bits_by_layer: key and value bits of each decoder layer, given or found; empty: ``k_bits``, ``v_bits``.
         starved_experts: filled in by quantising: the tokens that calibration routed to each expert projection that had
             too few of them, by module name.
         lm_head_bits: 8 or 4 also rounds ``lm_head`` to nearest, one scale per output, its input to 8 bits per token;
@@ -122,6 +127,9 @@ class QuarotConfig(QuantizationConfigMixin):
     w_bits_budget: float | None = None
     w_bits_choices: list[int] = field(default_factory=lambda: [3, 4, 6, 8])
     lm_head_bits: int = 16
+    kv_bits_budget: float | None = None
+    kv_bits_choices: list[int] = field(default_factory=lambda: [2, 3, 4, 8])
+    kv_bits_by_layer: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else list(self.ignore))
@@ -162,7 +170,9 @@ class QuarotConfig(QuantizationConfigMixin):
             self._positive(name)
         if not isinstance(self.w_symmetric, bool) or not isinstance(self.w_clip, bool):
             raise ValueError(f"w_symmetric={self.w_symmetric!r} and w_clip={self.w_clip!r} must be True or False")
-        self._check_budget()
+        self._check_budget("w_bits", _W_BITS[:-1])
+        self._check_budget("kv_bits", _KV_BITS[:-1])
+        self._check_kv_bits_by_layer()
         if self.tune_seconds is not None and not self.tune_seconds > 0:
             raise ValueError(f"tune_seconds={self.tune_seconds!r} must be positive, or None for no limit")
         for pattern, values in self.overrides.items():
@@ -205,19 +215,25 @@ class QuarotConfig(QuantizationConfigMixin):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
 
-    def _check_budget(self) -> None:
-        choices = self.w_bits_choices
-        if not isinstance(choices, (list, tuple)) or not choices or not set(choices) <= set(_W_BITS[:-1]):
-            raise ValueError(f"w_bits_choices={choices!r} must be a list of some of {list(_W_BITS[:-1])}")
-        object.__setattr__(self, "w_bits_choices", sorted(set(choices)))
-        if self.w_bits_budget is None:
+    def _check_budget(self, kind: str, allowed: tuple[int, ...]) -> None:
+        """``w_bits_budget`` or ``kv_bits_budget`` and its choices, which end up sorted."""
+        choices, budget = getattr(self, f"{kind}_choices"), getattr(self, f"{kind}_budget")
+        if not isinstance(choices, (list, tuple)) or not choices or not set(choices) <= set(allowed):
+            raise ValueError(f"{kind}_choices={choices!r} must be a list of some of {list(allowed)}")
+        object.__setattr__(self, f"{kind}_choices", sorted(set(choices)))
+        if budget is None:
             return
-        self._in_range("w_bits_budget", 0.0, 8.0)
-        if self.w_bits_budget < self.w_bits_choices[0]:
+        self._in_range(f"{kind}_budget", 0.0, 8.0)
+        if budget < min(choices):
             raise ValueError(
-                f"w_bits_budget={self.w_bits_budget} is below the fewest bits on offer:"
-                f" w_bits_choices={self.w_bits_choices}"
+                f"{kind}_budget={budget} is below the fewest bits on offer: {kind}_choices={sorted(choices)}"
             )
+
+    def _check_kv_bits_by_layer(self) -> None:
+        pairs = [list(pair) for pair in self.kv_bits_by_layer]
+        if not all(len(pair) == 2 and set(pair) <= set(_KV_BITS) for pair in pairs):
+            raise ValueError(f"kv_bits_by_layer={pairs} must hold a pair out of {list(_KV_BITS)} for each layer")
+        object.__setattr__(self, "kv_bits_by_layer", pairs)
 
     @staticmethod
     def _compile(pattern: str) -> re.Pattern[str]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
 from quarot.config import QuarotConfig
+from quarot.nn.kv_format import KVFormat
 from quarot.nn.quant_linear import linear_weight
 from quarot.progress import progress_bar
 from quarot.quantization.rtn import quantize_rtn
@@ -20,48 +21,39 @@ from quarot.tuning.distillation import head_divergence
 TOKENS = 16384
 """Calibration tokens that sensitivities are measured on: the first windows, one at least."""
 
+Trial = tuple[int, Callable[[], AbstractContextManager[None]]]
+"""A decoder layer, and what to do to it while the divergence is measured."""
+
 
 @torch.no_grad()
-def divergences(
-    model: Any,
-    units: Sequence[tuple[int, Sequence[str]]],
-    configs: dict[str, QuarotConfig],
-    choices: Sequence[int],
-    windows: torch.Tensor,
-    progress: bool = True,
-) -> torch.Tensor:
-    """Mean KL divergence from the unrounded model, in nats a token, with one unit rounded at a time.
+def divergences(model: Any, trials: Sequence[Trial], windows: torch.Tensor, progress: bool = True) -> torch.Tensor:
+    """Mean KL divergence from the untouched model, in nats a token, of each trial alone.
 
     Args:
-        model: with float weights, which are back in place afterwards.
-        units: decoder layer and names of linear layers in it; in the order of the layers.
-        configs: grids of the linear layers, by name; their ``w_bits`` do not count.
-        choices: bits to try.
+        model: with float weights.
+        trials: in any order.
         windows: int64 [W, T].
         progress: show a progress bar.
 
     Returns:
-        fp32 [units, choices] on the CPU.
+        fp32 [trials] on the CPU.
 
-    Rounding is to nearest, whatever the method will be; activations and the cache stay unquantised. Each measurement
-    runs the layers from the rounded one to the last, and the head.
+    Each trial runs the layers from its own to the last, and the head. Activations stay unquantised.
     """
     layers = [layer for _, layer in decoder_layers(model)]
     inputs = LayerInputs(model, windows[: max(1, TOKENS // windows.shape[1])], None)
     wanted = _final_states(model, layers, inputs, 0)
-    record = architecture_of(model)
-    head = linear_weight(model.get_submodule(record.lm_head)).detach()
+    head = linear_weight(model.get_submodule(architecture_of(model).lm_head)).detach()
     scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
-    found = torch.zeros(len(units), len(choices))
+    found = torch.zeros(len(trials))
     for index, layer in enumerate(progress_bar(layers, "measuring bits", progress)):
-        for row, (place, names) in enumerate(units):
+        for row, (place, trial) in enumerate(trials):
             if place != index:
                 continue
-            for column, bits in enumerate(choices):
-                with _rounded(model, names, configs, bits):
-                    states = _final_states(model, layers, inputs, index)
-                parts = [head_divergence(s, w, head, scaling) * s.shape[0] for s, w in zip(states, wanted, strict=True)]
-                found[row, column] = (torch.stack(parts).sum() / sum(s.shape[0] for s in states)).cpu()
+            with trial():
+                states = _final_states(model, layers, inputs, index)
+            parts = [head_divergence(s, w, head, scaling) * s.shape[0] for s, w in zip(states, wanted, strict=True)]
+            found[row] = (torch.stack(parts).sum() / sum(s.shape[0] for s in states)).cpu()
         inputs.advance(index, layer)
     return found
 
@@ -78,8 +70,10 @@ def _final_states(model: Any, layers: list[nn.Module], inputs: LayerInputs, star
 
 
 @contextmanager
-def _rounded(model: nn.Module, names: Sequence[str], configs: dict[str, QuarotConfig], bits: int) -> Iterator[None]:
-    """Rounded weights in place of the linear layers' own."""
+def rounded_weights(
+    model: nn.Module, names: Sequence[str], configs: dict[str, QuarotConfig], bits: int
+) -> Iterator[None]:
+    """Weights of the linear layers ``names`` rounded to nearest on ``bits``, on the grids of ``configs``."""
     weights = [linear_weight(model.get_submodule(name)) for name in names]
     kept = [weight.data for weight in weights]
     try:
@@ -91,3 +85,14 @@ def _rounded(model: nn.Module, names: Sequence[str], configs: dict[str, QuarotCo
     finally:
         for weight, data in zip(weights, kept, strict=True):
             weight.data = data
+
+
+@contextmanager
+def rounded_cache(attention: Any, kv_format: KVFormat) -> Iterator[None]:
+    """Keys and values of one attention module as a cache of that format gives them back."""
+    before = getattr(attention, "quarot_kv_format", None)
+    attention.quarot_kv_format = kv_format
+    try:
+        yield
+    finally:
+        attention.quarot_kv_format = before

@@ -258,7 +258,7 @@ TABLES: dict[str, Table] = {
         ),
     ),
     "budget": Table(
-        "Beyond the paper: weight bits chosen layer by layer, under a budget of average bits",
+        "Beyond the paper: bits of weights, or of keys and values, layer by layer under a budget of average bits",
         (
             _FULL,
             Experiment("w4a16-gptq-symmetric", quantize=_bits(4, 16, 16, 16)),
@@ -267,6 +267,7 @@ TABLES: dict[str, Table] = {
             _MAIN,
             _budget(4.0, 4),
             _budget(4.5, 4, [4, 8]),
+            *(Experiment(f"kv{b:g}-budget", quantize=_bits(16, 16, 4, 4, kv_bits_budget=b)) for b in (4.0, 3.0, 2.5)),
         ),
     ),
     "zero-shot": Table(

@@ -17,6 +17,8 @@ _SEES_ACTIVATIONS = (
     "tune_steps",
     "rotation_steps",
     "w_bits_budget",
+    "kv_bits_budget",
+    "kv_bits_by_layer",
 )
 
 

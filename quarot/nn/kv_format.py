@@ -56,22 +56,28 @@ class KVFormat:
     rotation: HadamardSpec | None = None
 
     @classmethod
-    def from_config(cls, config: QuarotConfig) -> KVFormat:
-        """The format that a quarot configuration asks for, with the R3 of its rotation plan."""
+    def from_config(cls, config: QuarotConfig, layer: int | None = None) -> KVFormat:
+        """The format that a quarot configuration asks for, with the R3 of its rotation plan.
+
+        ``layer`` is the index of the decoder layer, whose bits may be its own; None is the model's ``k_bits, v_bits``.
+        """
         from quarot.rotation.plan import RotationPlan
 
         rotation = None if config.rotation is None else RotationPlan.from_dict(config.rotation).r3
-        return cls(config.k_bits, config.v_bits, config.kv_group_size, config.kv_clip, rotation)
+        bits = (config.k_bits, config.v_bits)
+        if layer is not None and config.kv_bits_by_layer:
+            bits = tuple(config.kv_bits_by_layer[layer])  # type: ignore[assignment]
+        return cls(*bits, config.kv_group_size, config.kv_clip, rotation)
 
     @classmethod
-    def of_model(cls, config: PretrainedConfig) -> KVFormat | None:
+    def of_model(cls, config: PretrainedConfig, layer: int | None = None) -> KVFormat | None:
         """The format recorded in a model's ``quantization_config``; None when quarot did not quantise the model."""
         from quarot.config import QuarotConfig
 
         quantization = getattr(config, "quantization_config", None)
         if isinstance(quantization, dict) and quantization.get("quant_method") == "quarot":
             quantization = QuarotConfig.from_dict(quantization)
-        return cls.from_config(quantization) if isinstance(quantization, QuarotConfig) else None
+        return cls.from_config(quantization, layer) if isinstance(quantization, QuarotConfig) else None
 
     @property
     def quantizes(self) -> bool:

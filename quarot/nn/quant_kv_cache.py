@@ -287,15 +287,23 @@ class QuantKVCache(Cache):
         if config is None:
             raise ValueError("QuantKVCache needs the model's configuration: QuantKVCache(model.config)")
         text_config = config.get_text_config(decoder=True)
-        self.format = _format(config, text_config, key_bits, value_bits, group, clip, rotate)
+        count = text_config.num_hidden_layers
+        passed = (key_bits, value_bits, group, clip, rotate)
+        formats = [_format(config, text_config, index, *passed) for index in range(count)]
         self.prefill_mode, self.page_size, self.offloads = prefill, page_size, offloading
         self.table: GrowingTable | StaticTable = (
             GrowingTable(page_size, reserve)
             if max_batch is None or max_length is None
             else StaticTable(page_size, max_batch, max_length)
         )
-        layers = [QuantKVLayer(self.table, self.format, index == 0) for index in range(text_config.num_hidden_layers)]
+        layers = [QuantKVLayer(self.table, formats[index], index == 0) for index in range(count)]
         super().__init__(layers=layers)
+
+    @property
+    def format(self) -> KVFormat:
+        """The storage format of the first layer; bits of the others may differ (``kv_bits_by_layer``)."""
+        first: KVFormat = self.layers[0].format
+        return first
 
     @property
     def is_static(self) -> bool:
@@ -303,9 +311,11 @@ class QuantKVCache(Cache):
 
     def __repr__(self) -> str:
         f = self.format
+        bits = sorted({(layer.format.key_bits, layer.format.value_bits) for layer in self.layers})
+        keys, values = bits[0] if len(bits) == 1 else ("by layer", "by layer")
         size = f"{self.table.max_batch} x {self.table.max_length}" if isinstance(self.table, StaticTable) else "growing"
         return (
-            f"QuantKVCache(key_bits={f.key_bits}, value_bits={f.value_bits}, group={f.group}, rotation={f.rotation}, "
+            f"QuantKVCache(key_bits={keys}, value_bits={values}, group={f.group}, rotation={f.rotation}, "
             f"layers={len(self.layers)}, {size}, tokens={int(self.get_seq_length())}, bytes={self.memory_footprint()})"
         )
 
@@ -418,17 +428,18 @@ class QuantKVCache(Cache):
 def _format(
     config: PretrainedConfig,
     text_config: PretrainedConfig,
+    layer: int,
     key_bits: int | None,
     value_bits: int | None,
     group: int | None,
     clip: float | None,
     rotate: bool | None,
 ) -> KVFormat:
-    """The storage format: the model's own (its quantization_config) or the paper's, with the passed fields on top."""
+    """A layer's format: the model's own (its quantization_config) or the paper's, with the passed fields on top."""
     from quarot.rotation.hadamard import hadamard_spec
 
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    stored = KVFormat.of_model(config)
+    stored = KVFormat.of_model(config, layer)
     base = stored or KVFormat(rotation=hadamard_spec(head_dim))
     rotation = base.rotation if rotate is None else (base.rotation or hadamard_spec(head_dim)) if rotate else None
     return KVFormat(

@@ -9,6 +9,7 @@ steps that save most divergence per bit.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import re
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 
 from quarot.architectures import Architecture, decoder_layers
-from quarot.calibration.sensitivity import divergences
+from quarot.calibration.sensitivity import divergences, rounded_weights
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import linear_weight
 from quarot.quantization.progress_store import ProgressStore
@@ -66,9 +67,7 @@ def with_allocated_bits(
         raise ValueError(f"w_bits_budget={budget}: no layer is left whose bits could be chosen; drop it, or overrides")
     found = None if store is None else store.load_tensors("bit_allocation")
     if found is None:
-        groups = [(unit.layer, unit.names) for unit in units]
-        losses = divergences(model, groups, configs, config.w_bits_choices, windows, progress)
-        found = {"divergence": losses}
+        found = {"divergence": weight_divergences(model, units, configs, config.w_bits_choices, windows, progress)}
         if store is not None:
             store.save_tensors("bit_allocation", found)
     sizes = [unit.size for unit in units]
@@ -83,6 +82,23 @@ def with_allocated_bits(
             if bits != configs[name].w_bits:
                 overrides[re.escape(name)] = {**overrides.get(re.escape(name), {}), "w_bits": bits}
     return config.replace(overrides=overrides)
+
+
+def weight_divergences(
+    model: Any,
+    units: Sequence[Unit],
+    configs: dict[str, QuarotConfig],
+    choices: Sequence[int],
+    windows: torch.Tensor,
+    progress: bool,
+) -> torch.Tensor:
+    """fp32 [units, choices]: what rounding each unit alone costs, whatever the method will be to nearest."""
+    trials = [
+        (unit.layer, functools.partial(rounded_weights, model, unit.names, configs, bits))
+        for unit in units
+        for bits in choices
+    ]
+    return divergences(model, trials, windows, progress).view(len(units), len(choices))
 
 
 def units_of(

@@ -99,7 +99,8 @@ def needed_windows(
         "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
         "tuning": bool(config.tune_steps and configs),
         "learning rotations": bool(config.rotation_steps and configs),
-        "w_bits_budget": bool(config.w_bits_budget is not None and configs),
+        "w_bits_budget": bool(config.w_bits_budget and configs),
+        "kv_bits_budget": bool(config.kv_bits_budget),
     }
     names = [name for name, is_needed in needed.items() if is_needed]
     if not names:
@@ -107,7 +108,7 @@ def needed_windows(
     if calibration is None:
         raise ValueError(
             f"{' and '.join(names)} need calibration text: pass calibration= (and tokenizer=), or quantise without it"
-            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, w_bits_budget=None)"
+            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, no budgets)"
         )
     samples, length = config.calibration_samples, config.calibration_length
     return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)

@@ -17,6 +17,7 @@ from quarot.config import QuarotConfig
 from quarot.nn.split_experts import split_experts
 from quarot.quantization.bit_allocation import with_allocated_bits
 from quarot.quantization.gptq_block import forget_rounders
+from quarot.quantization.kv_bit_allocation import with_allocated_kv_bits
 from quarot.quantization.pipeline import InMemory, needed_windows, quantize_layers, with_findings
 from quarot.quantization.presets import preset_fields
 from quarot.quantization.progress_store import ProgressStore, fingerprint, weights_hash
@@ -91,9 +92,12 @@ def quantize_model(
     training = model.training
     model.eval()
     try:
-        if config.w_bits_budget is not None and windows is not None and configs:
+        if windows is not None and (config.w_bits_budget or config.kv_bits_budget):
             with _all_on(model, where):
-                config = with_allocated_bits(model, record, config, configs, windows, store, progress)
+                if config.kv_bits_budget:
+                    config = with_allocated_kv_bits(model, config, windows, store, progress)
+                if config.w_bits_budget and configs:
+                    config = with_allocated_bits(model, record, config, configs, windows, store, progress)
             configs = selected(model, record, config)
         if windows is not None and configs and (config.tune_steps or config.rotation_steps):
             samples, length = config.training_samples, config.calibration_length
@@ -104,7 +108,9 @@ def quantize_model(
             starved: dict[str, int] = {}
         else:
             place = InMemory(where, rollback)
-            clips, _, starved = quantize_layers(model, configs, windows, config, store, place, progress)
+            clips, _, starved = quantize_layers(
+                model, configs, windows if configs else None, config, store, place, progress
+            )
     except BaseException:
         rollback.undo()
         raise

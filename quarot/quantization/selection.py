@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from quarot.architectures import Architecture, linear_modules
+from quarot.architectures import Architecture, decoder_layers, linear_modules
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.nn.rotated_linear import RotatedLinear
@@ -17,12 +17,18 @@ def selected(
     """The settings of every linear layer to quantise, by name in the model; ``in_memory``: their weights must be.
 
     Raises:
-        NotImplementedError: a model with experts is to be tuned.
-        ValueError: a layer is quantised already, is of a foreign kind, is offloaded, or does not fit its settings; or
-            the head is to be quantised while it shares its weight with the embedding.
+        NotImplementedError: a model with experts, or with a cache of different bits by layer, is to be tuned.
+        ValueError: bits of the cache for another number of layers; a layer is quantised already, is of a foreign kind,
+            is offloaded, or does not fit its settings; or the head is to be quantised while it shares its weight with
+            the embedding.
     """
     if record.experts is not None and config.tune_steps:
         raise NotImplementedError(f"{record.family}: a mixture of experts cannot be tuned; set tune_steps=0")
+    count = sum(1 for _ in decoder_layers(model))
+    if config.kv_bits_by_layer and len(config.kv_bits_by_layer) != count:
+        raise ValueError(f"kv_bits_by_layer has {len(config.kv_bits_by_layer)} pairs for {count} decoder layers")
+    if (config.kv_bits_budget or config.kv_bits_by_layer) and (config.tune_steps or config.rotation_steps):
+        raise NotImplementedError("cache bits by layer are not trained for: set tune_steps=0 and rotation_steps=0")
     chosen = {}
     for name, module, role in linear_modules(model):
         own = config.for_module(name)

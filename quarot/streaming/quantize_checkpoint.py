@@ -29,7 +29,12 @@ from quarot.streaming.shards import ShardStore
 
 logger = logging.getLogger("quarot")
 
-_WHOLE_MODEL = {"tune_steps": "trains", "rotation_steps": "trains", "w_bits_budget": "measures"}
+_WHOLE_MODEL = {
+    "tune_steps": "trains",
+    "rotation_steps": "trains",
+    "w_bits_budget": "measures",
+    "kv_bits_budget": "measures",
+}
 """Settings that no single layer can decide."""
 
 DEFAULT_ROTATION: Mapping[str, Any] = MappingProxyType({})

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 
 import quarot
 from quarot.architectures import architecture_of, linear_modules
-from quarot.calibration.sensitivity import divergences
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear, linear_weight
-from quarot.quantization.bit_allocation import allocate, units_of
+from quarot.quantization.bit_allocation import allocate, units_of, weight_divergences
 from quarot.quantization.quantize_model import quantize_model
 from quarot.quantization.rtn import quantize_rtn
 from quarot.quantization.selection import selected
@@ -63,7 +62,7 @@ def test_a_divergence_is_that_of_a_model_with_one_part_rounded(tiny_model: Calla
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     units = units_of(model, record, config, configs)
     assert [len(unit.names) for unit in units] == [3, 1, 2, 1] * 2
-    found = divergences(model, [(u.layer, u.names) for u in units], configs, (3, 8), WINDOWS, progress=False)
+    found = weight_divergences(model, units, configs, (3, 8), WINDOWS, progress=False)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]), name
     with torch.no_grad():

@@ -45,10 +45,12 @@ def attach(
     model.is_quantized = quantized
     model.quantization_method = config.quant_method
     saving.install(model)
-    kv_format = KVFormat.from_config(config)
-    for _, layer in decoder_layers(model):
-        layer.get_submodule(architecture.attention).quarot_kv_format = kv_format if kv_format.quantizes else None  # type: ignore[assignment]
-    if kv_format.quantizes:
+    layers = [layer for _, layer in decoder_layers(model)]
+    formats = [KVFormat.from_config(config, index) for index in range(len(layers))]
+    rounds = any(kv_format.quantizes for kv_format in formats)
+    for layer, kv_format in zip(layers, formats, strict=True):
+        layer.get_submodule(architecture.attention).quarot_kv_format = kv_format if rounds else None  # type: ignore[assignment]
+    if rounds:
         model.set_attn_implementation("quarot")
         generation.install(model)
     else:
