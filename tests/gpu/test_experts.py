@@ -59,7 +59,7 @@ def test_gptq_of_experts_is_that_of_the_cpu(tiny_model: Callable[..., Any]) -> N
     pairs = zip(linear_modules(here), linear_modules(away), strict=True)
     for (name, a, role), (_, b, _) in pairs:
         if role.startswith("expert") and first in name:
-            assert (a.codes() != b.codes()).float().mean() < 0.03, name
+            assert (a.codes() != b.codes().cpu()).float().mean() < 0.06, name  # errors of one column move to all others
 
 
 def test_a_budget_is_spent_as_on_the_cpu(tiny_model: Callable[..., Any]) -> None:
