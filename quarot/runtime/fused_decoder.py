@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import types
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ def install(model: Any) -> str | None:
         return str(error)
     decoder = fused.decoder
     decoder.quarot_fused = fused
-    decoder.forward = types.MethodType(fused_forward, decoder)
+    decoder.forward = functools.partial(fused_forward, decoder)  # unlike a bound method, it can be pickled
     return None
 
 
@@ -95,6 +94,10 @@ class FusedDecoder:
         self.layers = [FusedLayer(layer, architecture, self.config, heads) for layer in layers]
         self.session: Any = None  # of quarot.runtime.generate
         self._inner = [module for layer in layers for module in layer.modules()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or a pickle, of the model starts without the recorded graphs, which belong to this one's memory."""
+        return vars(self) | {"session": None}
 
     def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call must go through the model's own layers (None when it need not)."""

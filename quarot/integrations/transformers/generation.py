@@ -6,7 +6,7 @@ tests check it); a plain forward makes one inside the decoder, so a forward pre-
 
 from __future__ import annotations
 
-import types
+import functools
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ _METHOD = "_prepare_cache_for_generation"
 
 
 def install(model: Any) -> None:
-    """Make ``model.generate`` and forwards with ``use_cache`` use a packed cache. Idempotent; survives deepcopy."""
+    """Make ``model.generate`` and forwards with ``use_cache`` use a packed cache. Idempotent; survives copies."""
     if _METHOD in vars(model):
         return
-    model._prepare_cache_for_generation = types.MethodType(prepare_cache, model)
+    model._prepare_cache_for_generation = functools.partial(prepare_cache, model)
     handle = model.register_forward_pre_hook(pass_cache, with_kwargs=True)
     model._quarot_cache_hook = handle.id
 

@@ -10,11 +10,11 @@ the folder, nor work where its parent is another file system.)
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import re
 import shutil
-import types
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,9 @@ _SHARD = re.compile(r"model(\.[^.]+)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.js
 
 
 def install(model: Any) -> None:
-    """Make ``model.save_pretrained`` the one of this module. Idempotent; survives deepcopy."""
+    """Make ``model.save_pretrained`` the one of this module. Idempotent; survives copies."""
     if "save_pretrained" not in vars(model):
-        model.save_pretrained = types.MethodType(save_pretrained, model)
+        model.save_pretrained = functools.partial(save_pretrained, model)
 
 
 def uninstall(model: Any) -> None:
