@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import struct
+import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from quarot.cli import models
+from quarot.integrations.safetensors_header import read_header
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
 
@@ -55,11 +56,8 @@ def describe(folder: Path) -> dict[str, Any]:
     sizes: Counter[str] = Counter()
     count = 0
     for path in sorted(folder.glob("*.safetensors")):
-        for dtype, shape in read_header(path):
-            items = 1
-            for width in shape:
-                items *= width
-            sizes[dtype] += items * _ITEM_BYTES.get(dtype, 1)
+        for dtype, shape in read_header(path).values():
+            sizes[dtype] += math.prod(shape) * _ITEM_BYTES.get(dtype, 1)
             count += 1
     return {
         "folder": str(folder),
@@ -69,26 +67,3 @@ def describe(folder: Path) -> dict[str, Any]:
         "bytes_by_dtype": dict(sizes.most_common()),
         "quantization": config.get("quantization_config"),
     }
-
-
-def read_header(path: Path) -> list[tuple[str, list[int]]]:
-    """(dtype, shape) of every tensor of a safetensors file, from its header alone.
-
-    Raises:
-        ValueError: truncated or damaged.
-    """
-    with path.open("rb") as file:
-        start = file.read(8)
-        size = path.stat().st_size
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < length <= size - 8:
-            raise ValueError(f"{path} is damaged: no safetensors header")
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            raise ValueError(f"{path} is damaged: its safetensors header is not JSON") from None
-    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
-    end = max((entry["data_offsets"][1] for entry in tensors), default=0)
-    if 8 + length + end != size:
-        raise ValueError(f"{path} is truncated: {size} bytes, its header speaks of {8 + length + end}")
-    return [(entry["dtype"], entry["shape"]) for entry in tensors]

@@ -55,7 +55,7 @@ def test_truncated_weights_are_named(model_folder, tmp_path, capsys):
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["info", str(copy)]) == 1
-    assert "model.safetensors is truncated" in capsys.readouterr().err
+    assert "model.safetensors is corrupt or truncated" in capsys.readouterr().err
 
 
 def test_quiet_ends_with_the_command(tmp_path, monkeypatch):

@@ -41,12 +41,12 @@ class QuarotHfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         from quarot.integrations.transformers.skeleton import prepare
-        from quarot.integrations.transformers.verify import verify_checkpoint, watch_missing
+        from quarot.integrations.transformers.verify import verify_checkpoint, watch_keys
 
         if self.pre_quantized:
             prepare(model, self.quantization_config, kwargs.get("dtype"))
             verify_checkpoint(model, kwargs.get("checkpoint_files"))
-            watch_missing(model)
+            watch_keys(model)
         return model
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:

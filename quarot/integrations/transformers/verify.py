@@ -1,34 +1,40 @@
 """Checks a checkpoint against the model it is about to fill.
 
-transformers fills missing tensors with random numbers and a log line; that is a wrong model, so here it is an error.
+transformers fills missing tensors with random numbers, casts those of another dtype and drops those it has no place
+for, with a log line at most; each is a wrong model, so here each is an error.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from quarot.architectures import architecture_of
+from quarot.integrations.safetensors_header import StoredTensor, read_header
+from quarot.nn.quant_linear import QuantLinear
+
+_NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.float32: "F32"}
+"""How safetensors calls the dtypes of codes, scales and zero points."""
 
 
 def verify_checkpoint(model: nn.Module, files: Iterable[str | os.PathLike[str]] | None) -> None:
-    """Raise unless the safetensors ``files`` are whole and hold every tensor of ``model`` in its shape.
+    """Raise unless the safetensors ``files`` are whole and hold every tensor of ``model``.
 
     Raises:
-        ValueError: a file is truncated or not safetensors, tensors are missing, or shapes differ.
+        ValueError: a file is truncated or not safetensors, tensors are missing, shapes differ, or codes or
+            scales have been cast.
     """
     if not files:
         return
-    stored: dict[str, tuple[int, ...]] = {}
+    stored: dict[str, StoredTensor] = {}
     for file in files:
         if os.fspath(file).endswith(".safetensors"):
-            stored.update(_shapes(os.fspath(file)))
+            stored.update(read_header(file))
     if not stored:
         raise ValueError(f"quarot checkpoints are safetensors; found only {', '.join(map(str, files))}")
     where = os.path.dirname(os.fspath(next(iter(files))))
@@ -36,21 +42,27 @@ def verify_checkpoint(model: nn.Module, files: Iterable[str | os.PathLike[str]] 
     if architecture_of(model).experts is None:  # transformers stores experts one by one, under other names
         _refuse([name for name in wanted if name not in stored], where)
     for name, shape in wanted.items():
-        if stored.get(name, shape) != shape:
+        if name in stored and stored[name].shape != shape:
+            found = list(stored[name].shape)
+            raise ValueError(f"the checkpoint in {where} has {name} of shape {found}, config.json wants {list(shape)}")
+    for name, dtype in _exact_dtypes(model):
+        if name in stored and stored[name].dtype != _NAMES[dtype]:
             raise ValueError(
-                f"the checkpoint in {where} has {name} of shape {list(stored[name])}, config.json wants {list(shape)}"
+                f"the checkpoint in {where} has {name} in {stored[name].dtype}, which must be {_NAMES[dtype]}: it was "
+                "cast or belongs to another config.json; save the quantised model again"
             )
 
 
-def watch_missing(model: Any) -> None:
-    """Make loading fail where transformers would only log: tensors it could not find, after all its renaming."""
+def watch_keys(model: Any) -> None:
+    """Make loading fail where transformers would only log: tensors that one side lacks, after all its renaming."""
 
-    def refuse_missing(self: Any, loading_info: Any) -> None:
+    def refuse(self: Any, loading_info: Any) -> None:
         type(self)._adjust_missing_and_unexpected_keys(self, loading_info)
         del self._adjust_missing_and_unexpected_keys
         _refuse(sorted(loading_info.missing_keys), self.config.name_or_path)
+        _refuse_unexpected(sorted(loading_info.unexpected_keys), self.config.name_or_path)
 
-    model._adjust_missing_and_unexpected_keys = types.MethodType(refuse_missing, model)
+    model._adjust_missing_and_unexpected_keys = types.MethodType(refuse, model)
 
 
 def _refuse(missing: list[str], where: str) -> None:
@@ -61,23 +73,22 @@ def _refuse(missing: list[str], where: str) -> None:
         )
 
 
+def _refuse_unexpected(names: list[str], where: str) -> None:
+    if names:
+        raise ValueError(
+            f"the checkpoint in {where} holds {len(names)} tensors that its config.json has no place for: "
+            f"{', '.join(names[:3])}, ..; its config.json was changed or belongs to another checkpoint"
+        )
+
+
+def _exact_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
+    """Names and dtypes of codes, scales and zero points, which no cast leaves what they are."""
+    for path, module in model.named_modules():
+        if isinstance(module, QuantLinear):
+            for name, tensor in module.named_parameters():
+                if name != "bias" and not (name == "qweight" and module.w_bits == 16):
+                    yield f"{path}.{name}", tensor.dtype
+
+
 def _tied(model: nn.Module) -> set[str]:
     return set(getattr(model, "all_tied_weights_keys", None) or {})
-
-
-def _shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Tensor shapes from the header of a safetensors file, which must be as long as the header says."""
-    size = os.path.getsize(path)
-    try:
-        with open(path, "rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if not 0 < length <= size - 8:
-                raise ValueError(f"its header claims {length} of {size} bytes")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if size != end:
-            raise ValueError(f"it has {size} bytes and its header describes {end}")
-        return {name: tuple(entry["shape"]) for name, entry in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is corrupt or truncated: {error}; copy or save the checkpoint again") from None
