@@ -7,19 +7,18 @@ Sizes follow the paper's tables 16 and 17, and serving: batch 1 to 64 over 1k to
 
 from __future__ import annotations
 
-import functools
-import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from benchmarks import whole_models
 from benchmarks.report import Row
 from benchmarks.shapes import SHAPES, Options, Shape
 from benchmarks.timing import copy_bandwidth
-from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.bench.measure import milliseconds
+from quarot.bench.shapes import config_of
+from quarot.bench.subjects import Decode, PackedDecode, Quantized, Recorded, Subject, release
+from quarot.config import QuarotConfig
 
 DECODE = (("llama-2-7b", 1024, (1, 16, 64)), ("llama-3-8b", 8192, (64,)))
 PREFILL = (("llama-2-7b", 8, 2048),)
@@ -27,6 +26,9 @@ BLOCKS = (("llama-2-70b", 8, 2048), ("llama-2-7b", 8, 2048))
 MEMORY = (("llama-2-7b", 16, 2048),)
 WHOLE = (("llama-2-70b", 1024, 1),)
 _EAGER_UP_TO = 64 * 1024  # cached tokens: beyond, an eager fp16 step only repeats the graph's time
+
+
+CUDA = torch.device("cuda")
 
 
 def rows(options: Options) -> Iterator[Row]:
@@ -48,35 +50,30 @@ def rows(options: Options) -> Iterator[Row]:
                 yield from _decode(SHAPES[model], context, (batch,), peers=False)
 
 
-def _milliseconds(call: Callable[[], Any], repeats: int, inner: int = 1) -> float:
-    """Median time of ``inner`` calls, divided by it; host time included, because an eager step is bound by it."""
-    call()
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(inner):
-            call()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - start) * 1e3 / inner)
-    return statistics.median(times)
+def _ours(shape: Shape, layers: int | None = None) -> Quantized:
+    return Quantized.random_codes(config_of(shape, layers), QuarotConfig(w_method="rtn"), torch.float16, "cuda")
+
+
+def _theirs(shape: Shape, layers: int | None = None) -> Subject:
+    return Subject.random(config_of(shape, layers), torch.float16, "cuda")
 
 
 def _decode(shape: Shape, context: int, batches: tuple[int, ...], peers: bool = True) -> Iterator[Row]:
     mine: dict[int, float] = {}
-    model = whole_models.ours(shape)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) - _embedding_bytes(model)
+    ours = _ours(shape)
+    embedding = ours.model.get_input_embeddings().weight
+    weights = sum(p.numel() * p.element_size() for p in ours.model.parameters() if p is not embedding)
     cached: dict[int, int] = {}
     for batch in batches:
-        cache = whole_models.filled_packed_cache(model, shape, batch, context)
-        graph = whole_models.packed_decode(model, cache, batch)
-        mine[batch] = _milliseconds(graph.run, 5, 8)
-        cached[batch] = cache.memory_footprint()
-        del graph, cache
-        whole_models.release()
-    del model
-    whole_models.release()
-    theirs = whole_models.theirs(shape) if peers else None
+        decode = ours.decode(batch, context, room=64)
+        assert isinstance(decode, PackedDecode)
+        mine[batch] = milliseconds(decode.step, 5, 8, before=decode.rewind)
+        cached[batch] = decode.cache.memory_footprint()
+        del decode
+        release(ours.device)
+    del ours, embedding
+    release(CUDA)
+    theirs = _theirs(shape) if peers else None
     for batch in batches:
         # Every weight and every cached code once.
         roof = (weights + cached[batch]) / copy_bandwidth()
@@ -85,72 +82,50 @@ def _decode(shape: Shape, context: int, batches: tuple[int, ...], peers: bool = 
         if theirs is None:
             yield Row("e2e_decode", shape.model, **common)
             continue
-        peer = whole_models.StaticDecode(theirs, shape, batch, context)
+        peer: Decode | None = theirs.decode(batch, context, room=1)
         if batch * context <= _EAGER_UP_TO:
-            eager = _milliseconds(peer.step, 3, 2)
+            eager = milliseconds(peer.step, 3, 2)
             yield Row("e2e_decode", shape.model, **common, peer="transformers_fp16_eager", peer_us=eager * 1e3)
-        graph = peer.record()
-        recorded = _milliseconds(graph.replay, 5, 4)
+        graph: Decode | None = Recorded(peer)
+        recorded = milliseconds(graph.step, 5, 4)
         yield Row("e2e_decode", shape.model, **common, peer="transformers_fp16_graph", peer_us=recorded * 1e3)
-        del peer, graph
-        whole_models.release()
+        peer = graph = None
+        release(CUDA)
     del theirs
-    whole_models.release()
-
-
-def _embedding_bytes(model: Any) -> int:
-    weight = model.get_input_embeddings().weight
-    return int(weight.numel() * weight.element_size())
+    release(CUDA)
 
 
 def _forward(op: str, shape: Shape, layers: int | None, batch: int, length: int) -> Iterator[Row]:
     """A forward over a prompt: the whole model with the logits of the last token, or the decoder layers alone."""
-    inputs: dict[str, Any] = {"use_cache": True}
-    if layers is None:
-        inputs.update(input_ids=torch.randint(0, shape.vocab, (batch, length), device="cuda"), logits_to_keep=1)
-    else:
-        inputs.update(inputs_embeds=torch.randn(batch, length, shape.hidden, dtype=torch.float16, device="cuda"))
     times = []
-    for build in (whole_models.ours, whole_models.theirs):
-        model = build(shape, layers)
-        part = model if layers is None else model.model
-        # As generation does it: exact attention, and codes stored in a cache that was allocated before.
-        cache = QuantKVCache(model.config, max_batch=batch, max_length=length) if build is whole_models.ours else None
-        times.append(_milliseconds(functools.partial(_prefill, part, cache, inputs), 5))
-        del model, part, cache
-        whole_models.release()
+    for build in (_ours, _theirs):
+        subject: Subject | None = build(shape, layers)
+        assert subject is not None
+        call: Any = (subject.prefill if layers is None else subject.prefill_block)(batch, length)
+        times.append(milliseconds(call, 5))
+        subject = call = None
+        release(CUDA)
     mine, peer = (1e3 * ms for ms in times)
     extra = {"tokens_per_s": round(batch * length / mine * 1e6)} if layers is None else {}
     sizes = {"m": batch, "n": length, "dtype": "float16"}
     yield Row(op, shape.model, **sizes, us=mine, peer="transformers_fp16_eager", peer_us=peer, **extra)
 
 
-def _prefill(part: Any, cache: QuantKVCache | None, inputs: dict[str, Any]) -> Any:
-    if cache is not None:
-        cache.reset()
-    return part(past_key_values=cache, **inputs)
-
-
 def _memory(shape: Shape, batch: int, context: int) -> Row:
     """Peak memory of decoding over a full cache, weights included."""
     peaks = []
-    whole_models.release()
-    model = whole_models.ours(shape)
-    cache = whole_models.filled_packed_cache(model, shape, batch, context)
-    torch.cuda.reset_peak_memory_stats()
-    graph = whole_models.packed_decode(model, cache, batch)
-    graph.run()
-    torch.cuda.synchronize()
-    peaks.append(torch.cuda.max_memory_allocated())
-    del model, cache, graph
-    whole_models.release()
-    peer = whole_models.StaticDecode(whole_models.theirs(shape), shape, batch, context)
-    torch.cuda.reset_peak_memory_stats()
-    peer.step()
-    torch.cuda.synchronize()
-    peaks.append(torch.cuda.max_memory_allocated())
-    del peer
-    whole_models.release()
+    for build in (_ours, _theirs):
+        release(CUDA)
+        subject: Subject | None = build(shape)
+        assert subject is not None
+        decode: Decode | None = subject.decode(batch, context, room=64)
+        assert decode is not None
+        torch.cuda.reset_peak_memory_stats()
+        decode.step()
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated())
+        subject = decode = None
+        release(CUDA)
     row = Row("e2e_memory", shape.model, m=batch, n=context, dtype="float16", peer="transformers_fp16_eager")
     row.update(bytes=peaks[0], peer_bytes=peaks[1], ratio=round(peaks[1] / peaks[0], 4))
     return row

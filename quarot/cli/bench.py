@@ -1,126 +1,156 @@
-"""Time a model here: prefill and decode, weight and cache memory.
+"""Time a model against transformers in full precision: prefill, decode and memory, of one block and of the whole model.
 
-quarot bench llama-w4a4kv4 --peer meta-llama/Llama-2-7b-hf --batch 16 --prompt-tokens 2048
+quarot bench llama-2-7b --out bench            (random weights; tables 16 and 17 of the paper, and whole models)
+quarot bench llama-2-70b --no-peer --tables decode --batch 1
+quarot bench ./llama-w4a4kv4 --quick           (a quantised folder; its peer has random weights of the same sizes)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from quarot.bench.shapes import SHAPES, config_of
 from quarot.cli import models
-from quarot.cli.generate import has_fused_path
+
+TABLES = ("block prefill", "block decode", "prefill", "decode")
+SIZES = {
+    "batch": (1, 4, 16, 32, 64),
+    "prompt": (2048,),
+    "tokens": (50, 256),
+    "contexts": (256, 512, 1024, 2048, 4096),
+}
+QUICK = {"batch": (1, 16), "prompt": (512,), "tokens": (16,), "contexts": (512,)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    models.add_model_arguments(parser)
-    parser.add_argument("--peer", metavar="MODEL", help="another model to compare with, e.g. the full-precision one")
-    parser.add_argument("--batch", type=int, default=1, metavar="N", help="rows (default 1)")
-    parser.add_argument("--prompt-tokens", type=int, default=512, metavar="N", help="(default 512)")
-    parser.add_argument("--new-tokens", type=int, default=32, metavar="N", help="tokens decoded (default 32)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="runs; the median is printed (default 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as JSON as well")
+    parser.add_argument("model", metavar="MODEL", help=f"a folder, a hub id, or one of: {', '.join(SHAPES)}")
+    models.add_place_arguments(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write bench.md, bench.json and bench.png here")
+    parser.add_argument("--no-peer", action="store_true", help="measure quarot alone")
+    parser.add_argument("--quick", action="store_true", help="few and small sizes")
+    group = parser.add_argument_group("sizes (comma-separated; default: the paper's)")
+    group.add_argument("--tables", metavar="NAMES", help=f"of: {', '.join(TABLES)} (default all)")
+    group.add_argument("--batch", metavar="N,..", help="rows (default 1,4,16,32,64)")
+    group.add_argument("--prompt", metavar="N", help="tokens of a prefill, cached ones when decoding (default 2048)")
+    group.add_argument("--tokens", metavar="N,..", help="tokens decoded (default 50,256)")
+    group.add_argument("--contexts", metavar="N,..", help="cached tokens of block decode (default 256 to 4096)")
+    group.add_argument("--layers", type=int, metavar="N", help="decoder layers of the whole model, for large ones")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; the median counts (default 3)")
+    group = parser.add_argument_group("recipe of random weights (default W4A4KV4)")
+    for letter in "wa":
+        group.add_argument(f"--{letter}-bits", type=int, default=4, metavar="N")
+    group.add_argument("--kv-bits", type=int, default=4, metavar="N")
 
 
 def run(options: argparse.Namespace) -> int:
-    for name in ("batch", "prompt_tokens", "new_tokens", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1")
-    results = [_one(name, options) for name in (options.model, options.peer) if name]
-    if len(results) == 2:
-        mine, peer = results
-        for step in ("prefill_ms", "decode_ms_per_token", "weight_bytes", "cache_bytes"):
-            print(f"{step}: {peer[step] / mine[step]:.2f} times less than {options.peer}")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    sizes = {name: _numbers(options, name) for name in SIZES}
+    for name in ("layers", "repeats"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1")
+    if len(sizes["prompt"]) > 1:
+        raise ValueError("--prompt takes one number")
+    tables = tuple(name.strip() for name in options.tables.split(",")) if options.tables else TABLES
+    unknown = [name for name in tables if name not in TABLES]
+    if unknown:
+        raise ValueError(f"--tables: no {unknown[0]!r}; choose from {', '.join(TABLES)}")
+
+    import torch
+
+    from quarot.bench import compare, measure, report
+
+    device = models.device_of(options)
+    automatic = "float16" if device.type == "cuda" else "float32"
+    dtype = automatic if options.dtype == "auto" else options.dtype
+    makes = _subjects(options, getattr(torch, dtype), device)
+    wanted = list(measure.cases(tables, sizes["batch"], sizes["prompt"][0], sizes["tokens"], sizes["contexts"]))
+    rows = compare.compare(makes, wanted, options.repeats, device, not options.quiet)
+    about = {"model": options.model, "dtype": dtype, **compare.surroundings(device), "layers": options.layers}
+    title = f"{options.model} on {about['device']}"
+    text = f"{title}; random or given weights; {dtype} peer: transformers {about['transformers']}, sdpa\n\n"
+    text += report.markdown(rows, dtype)
+    print(text)
+    if options.out is not None:
+        _write(options.out, text, {**about, "rows": rows}, lambda file: report.plot(rows, title, file))
     return 0
 
 
-def _one(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    model = models.load(models.resolve(name), options)
-    result = {"model": name, "batch": options.batch, "prompt_tokens": options.prompt_tokens, **measure(model, options)}
-    print(
-        f"{name}: prefill {result['prefill_ms']:.1f} ms, decode {result['decode_ms_per_token']:.2f} ms a token, "
-        f"weights {models.megabytes(result['weight_bytes'])}, cache {models.megabytes(result['cache_bytes'])}"
-        + (f", peak {models.megabytes(result['peak_bytes'])}" if result["peak_bytes"] else "")
-    )
-    return result
+def _numbers(options: argparse.Namespace, name: str) -> tuple[int, ...]:
+    text = getattr(options, name)
+    if text is None:
+        return QUICK[name] if options.quick else SIZES[name]
+    try:
+        values = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"--{name} {text}: write whole numbers with commas between them") from None
+    if min(values) < 1:
+        raise ValueError(f"--{name} must be at least 1")
+    return values
 
 
-def measure(model: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Times in milliseconds (median over the repeats, after one warm-up) and sizes in bytes."""
-    import torch
+def _subjects(options: argparse.Namespace, dtype: Any, device: Any) -> dict[str, Callable[[bool], Any]]:
+    """How to build quarot's model, from a quantised folder or of random codes, and its peer."""
+    from transformers import AutoConfig
 
-    device = model.get_input_embeddings().weight.device
-    cuda = device.type == "cuda"
-    shape = (options.batch, options.prompt_tokens)
-    ids = torch.randint(0, model.config.get_text_config().vocab_size, shape, device=device)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(device)
-    with torch.inference_mode():
-        step = _fast_run if cuda and has_fused_path(model) else _plain_run
-        runs = [step(model, ids, options.new_tokens, cuda) for _ in range(options.repeats + 1)]
-    return {
-        "prefill_ms": statistics.median(prefill for prefill, _, _ in runs[1:]),
-        "decode_ms_per_token": statistics.median(decode for _, decode, _ in runs[1:]),
-        "weight_bytes": models.weight_bytes(model),
-        "cache_bytes": runs[-1][2],
-        "peak_bytes": torch.cuda.max_memory_allocated(device) if cuda else None,
-    }
+    from quarot.bench.compare import EAGER, OURS
+    from quarot.bench.subjects import Quantized, Subject, plain
+    from quarot.config import QuarotConfig
 
+    path, recorded = None, None
+    if options.model in SHAPES:
+        whole = config_of(SHAPES[options.model])
+    else:
+        path = models.checked(models.resolve(options.model))
+        whole, recorded = AutoConfig.from_pretrained(path), models.quantization_of(path)
+    if recorded is not None and recorded.get("quant_method") == "quarot":
+        recipe = QuarotConfig.from_dict({**recorded, "overrides": {}})
+    else:
+        bits = {
+            "w_bits": options.w_bits,
+            "a_bits": options.a_bits,
+            "k_bits": options.kv_bits,
+            "v_bits": options.kv_bits,
+        }
+        recipe, path = QuarotConfig(w_method="rtn", **bits), None
+    if options.layers is not None:
+        whole, path = _resized(whole, options.layers), None
+    block = _resized(plain(whole), 1, vocab=32)
 
-def _plain_run(model: Any, ids: Any, count: int, cuda: bool) -> tuple[float, float, int]:
-    """Milliseconds of the prefill and of a decoded token, and bytes of the cache: one forward after the other."""
-    cache = _new_cache(model)
-    prefill = _milliseconds(lambda: model(ids, past_key_values=cache, logits_to_keep=1), cuda)
+    def quarots(is_block: bool) -> Any:
+        if path is not None and not is_block:
+            return Quantized(models.load(path, options, device=device))
+        return Quantized.random_codes(block if is_block else whole, recipe, dtype, device)
 
-    def decode() -> None:
-        for _ in range(count):
-            model(ids[:, :1], past_key_values=cache)
+    def peers(is_block: bool) -> Any:
+        return Subject.random(block if is_block else whole, dtype, device)
 
-    return prefill, _milliseconds(decode, cuda) / count, _cache_bytes(cache)
-
-
-def _fast_run(model: Any, ids: Any, count: int, cuda: bool) -> tuple[float, float, int]:
-    """The same for ``quarot.generate``: what ``count`` more tokens cost beyond the first."""
-    import quarot
-
-    options: dict[str, Any] = {"eos_token_id": ()}
-    # The long run first: its cache then serves the short one too.
-    whole = _milliseconds(lambda: quarot.generate(model, ids, max_new_tokens=count + 1, **options), cuda)
-    prefill = _milliseconds(lambda: quarot.generate(model, ids, max_new_tokens=1, **options), cuda)
-    session = vars(getattr(model, model.base_model_prefix))["quarot_fused"].session
-    return prefill, max(whole - prefill, 0.0) / count, _cache_bytes(session.cache)
+    return {OURS: quarots} if options.no_peer else {OURS: quarots, EAGER: peers}
 
 
-def _new_cache(model: Any) -> Any:
-    from transformers import DynamicCache
+def _resized(config: Any, layers: int, vocab: int | None = None) -> Any:
+    """A copy of a configuration with so many layers and rows of the embedding."""
+    import copy
 
-    from quarot.nn.quant_kv_cache import QuantKVCache
-
-    if model.config._attn_implementation == "quarot":
-        return QuantKVCache(model.config)
-    return DynamicCache(config=model.config)
-
-
-def _cache_bytes(cache: Any) -> int:
-    if hasattr(cache, "memory_footprint"):
-        return int(cache.memory_footprint())
-    return sum(t.numel() * t.element_size() for layer in cache.layers for t in (layer.keys, layer.values))
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:layers]
+    if vocab is not None:
+        config.vocab_size = vocab
+        config.pad_token_id = config.bos_token_id = config.eos_token_id = None
+    return config
 
 
-def _milliseconds(call: Callable[[], Any], cuda: bool) -> float:
-    import torch
-
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    if cuda:
-        torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
+def _write(folder: Path, text: str, data: dict[str, Any], draw: Callable[[Path], None]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "bench.md").write_text(text + "\n", encoding="utf-8")
+    (folder / "bench.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    try:
+        draw(folder / "bench.png")
+    except (ImportError, ValueError) as reason:
+        print(f"no picture: {reason}", file=sys.stderr)
+    print(f"written to {folder}")

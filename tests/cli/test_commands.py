@@ -83,14 +83,35 @@ def test_sampling_is_repeatable(quantized, capsys):
     assert texts[0] == texts[1]
 
 
-def test_bench_compares_with_a_peer(quantized, model_folder, tmp_path, capsys):
-    out = tmp_path / "bench.json"
-    sizes = ["--prompt-tokens", "16", "--new-tokens", "2", "--repeats", "1", "--device", "cpu", "--json", str(out)]
-    assert main(["bench", str(quantized), "--peer", str(model_folder), *sizes]) == 0
-    mine, peer = json.loads(out.read_text())
-    assert mine["weight_bytes"] < peer["weight_bytes"]
-    assert mine["cache_bytes"] > 0
-    assert "decode_ms_per_token" in capsys.readouterr().out
+SMALL = ["--batch", "1,2", "--prompt", "16", "--tokens", "2,3", "--contexts", "8,20", "--repeats", "1"]
+
+
+@pytest.mark.parametrize("given", ["quantized", "plain"])
+def test_bench_measures_every_table_beside_its_peer(given, quantized, model_folder, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    folder = {"quantized": quantized, "plain": model_folder}[given]
+    assert main(["bench", str(folder), "--out", str(tmp_path), "--device", "cpu", "--quiet", *SMALL]) == 0
+    data = json.loads((tmp_path / "bench.json").read_text())
+    lines = [(r["table"], r["batch"], r["prompt"], r["tokens"]) for r in data["rows"]]
+    assert lines == [
+        *(("block prefill", batch, 16, 0) for batch in (1, 2)),
+        *(("block decode", batch, context, 1) for batch in (1, 2) for context in (8, 20)),
+        *(("prefill", batch, 16, 0) for batch in (1, 2)),
+        *(("decode", batch, 16, count) for batch in (1, 2) for count in (2, 3)),
+    ]
+    assert all(row["quarot_ms"] > 0 and row["eager_ms"] > 0 for row in data["rows"])
+    text = capsys.readouterr().out
+    assert text.count("**") == 8
+    assert "| 2 | 16 | 3 |" in text
+    assert (tmp_path / "bench.md").read_text().strip() in text
+    assert (tmp_path / "bench.png").stat().st_size > 10_000
+
+
+def test_bench_knows_models_by_name(capsys):
+    sizes = ["--batch", "1", "--prompt", "4", "--tokens", "1", "--layers", "1", "--repeats", "1", "--w-bits", "8"]
+    arguments = ["bench", "smollm2-135m", "--no-peer", "--tables", "decode,prefill", "--device", "cpu", "--quiet"]
+    assert main([*arguments, *sizes]) == 0
+    assert "eager" not in capsys.readouterr().out
 
 
 def test_demo_saves_and_reloads(model_folder, text_file, tmp_path, capsys):

@@ -34,6 +34,8 @@ from quarot.cli import main
         (["reproduce", "zero-shot", "--model", "{model}"], "needs its questions"),
         (["info", "{empty}"], "no config.json"),
         (["bench", "{model}", "--batch", "0"], "--batch must be at least 1"),
+        (["bench", "{model}", "--tables", "speed"], "no 'speed'; choose from block prefill"),
+        (["bench", "{model}", "--tokens", "many"], "write whole numbers"),
     ],
 )
 def test_one_line_and_status_1(arguments, message, model_folder, text_file, tmp_path, capsys):

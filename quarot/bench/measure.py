@@ -1,0 +1,136 @@
+"""Cases, and what one case costs a subject: milliseconds and peak memory, or why there are none."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quarot.bench.subjects import Subject, release
+
+LONG_ENOUGH_S = 1.0
+"""A call that takes this long is timed once."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One line of a table.
+
+    Attributes:
+        table: ``block prefill``, ``block decode``, ``prefill`` or ``decode``.
+        batch: rows.
+        prompt: tokens of the prompt, or cached ones when decoding.
+        tokens: decoded ones; 0 for a prefill.
+    """
+
+    table: str
+    batch: int
+    prompt: int
+    tokens: int = 0
+
+    @property
+    def is_block(self) -> bool:
+        """A single decoder layer instead of the whole model."""
+        return self.table.startswith("block")
+
+    @property
+    def ways_out(self) -> str:
+        """What to lower when memory does not suffice."""
+        options = [("--batch", self.batch), ("--prompt", self.prompt), ("--tokens", self.tokens)]
+        return " or ".join(f"{name} ({value})" for name, value in options if value > 1)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a case cost.
+
+    Attributes:
+        ms: milliseconds of the prefill, or of a decoded token.
+        nbytes: peak memory, weights and cache included; on a CPU what weights and cache hold. None where not known.
+        failure: why there is nothing; empty otherwise.
+    """
+
+    ms: float | None = None
+    nbytes: int | None = None
+    failure: str = ""
+
+
+def milliseconds(
+    call: Callable[[], Any], repeats: int, inner: int = 1, *, before: Callable[[], Any] | None = None
+) -> float:
+    """Median time of ``inner`` calls, divided by it; host time included, because an eager step is bound by it.
+
+    Args:
+        call: what is timed, once unmeasured before.
+        repeats: how often; less for what takes longer than ``LONG_ENOUGH_S``.
+        inner: calls without a break between them.
+        before: called in front of every round, unmeasured.
+    """
+    times: list[float] = []
+    for turn in range(repeats + 1):
+        if before is not None:
+            before()
+        _wait()
+        start = time.perf_counter()
+        for _ in range(inner if turn else 1):
+            call()
+        _wait()
+        if turn:
+            times.append(time.perf_counter() - start)
+            if times[-1] > LONG_ENOUGH_S:
+                break
+    return statistics.median(times) * 1e3 / inner
+
+
+def cost(subject: Subject, case: Case, repeats: int, recorded: bool = False) -> Found:
+    """Time one case; running out of memory is an answer, and says what to lower."""
+    device = subject.device
+    release(device)
+    call: Any = None
+    try:
+        with torch.inference_mode():
+            if case.tokens:
+                decode = subject.decode(case.batch, case.prompt, case.tokens + 1, recorded)
+                call = decode
+                ms = milliseconds(decode.step, repeats, case.tokens, before=decode.rewind)
+            else:
+                call = (subject.prefill_block if case.is_block else subject.prefill)(case.batch, case.prompt)
+                ms = milliseconds(call, repeats)
+        nbytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        return Found(ms, nbytes)
+    except torch.OutOfMemoryError:
+        return Found(failure=f"out of memory: lower {case.ways_out}")
+    finally:
+        del call
+        release(device)
+
+
+def cases(
+    tables: tuple[str, ...], batches: tuple[int, ...], prompt: int, tokens: tuple[int, ...], contexts: tuple[int, ...]
+) -> Iterator[Case]:
+    """All lines of the tables asked for; the sizes default to those of the paper (tables 16 and 17) in the command.
+
+    Args:
+        tables: names as in :class:`Case`.
+        batches: rows, of every table.
+        prompt: tokens of a prefill, and cached ones in front of a decode.
+        tokens: how many are decoded.
+        contexts: cached tokens for ``block decode``.
+    """
+    for table in tables:
+        for batch in batches:
+            if table == "block decode":
+                yield from (Case(table, batch, context, 1) for context in contexts)
+            elif table == "decode":
+                yield from (Case(table, batch, prompt, count) for count in tokens)
+            else:
+                yield Case(table, batch, prompt)
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
