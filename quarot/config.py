@@ -10,6 +10,9 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from quarot.field_types import check_types
+from quarot.rotation.plan import RotationPlan
+
 FORMAT_VERSION = 1
 """Version of the checkpoint format; a larger one in a checkpoint is refused, never guessed at."""
 
@@ -18,6 +21,13 @@ _A_BITS = (4, 6, 8, 16)
 _KV_BITS = (2, 3, 4, 8, 16)
 _HEAD_BITS = (4, 8, 16)
 _OVERRIDABLE = ("w_bits", "w_method", "w_group_size", "w_symmetric", "w_clip", "a_bits", "a_clip", "a_group_size")
+
+
+def _listed(value: Any) -> Any:
+    """Sequences as fresh lists, sets as sorted ones, all the way down."""
+    if isinstance(value, (set, frozenset)):
+        value = sorted(value, key=repr)
+    return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 @dataclass(repr=False)
@@ -132,12 +142,12 @@ class QuarotConfig(QuantizationConfigMixin):
     kv_bits_by_layer: list[list[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else list(self.ignore))
+        object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else self.ignore)
+        for name in ("ignore", "w_bits_choices", "kv_bits_choices", "kv_bits_by_layer"):
+            object.__setattr__(self, name, _listed(getattr(self, name)))
         for name in ("overrides", "rotation", "starved_experts"):
-            value = getattr(self, name)
-            if not isinstance(value, dict) and not (name == "rotation" and value is None):
-                raise ValueError(f"{name}={value!r} must be a dict")
-            object.__setattr__(self, name, copy.deepcopy(value))  # the caller's may change later
+            object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))  # the caller's may change later
+        check_types(self)
         self._one_of("quant_method", ("quarot",))
         self._one_of("w_bits", _W_BITS)
         self._one_of("w_method", ("gptq", "rtn"))
@@ -155,8 +165,8 @@ class QuarotConfig(QuantizationConfigMixin):
             if getattr(self, name) is not None:
                 self._positive(name)
         for name in ("tune_steps", "rotation_steps", "resampling_rounds", "gptq_expert_tokens"):
-            if not isinstance(getattr(self, name), int) or getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)!r} must be an integer, 0 or more")
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more")
         self._in_range("tune_learning_rate", 0.0, 1.0)
         for name in (
             "kv_group_size",
@@ -168,17 +178,17 @@ class QuarotConfig(QuantizationConfigMixin):
             "format_version",
         ):
             self._positive(name)
-        if not isinstance(self.w_symmetric, bool) or not isinstance(self.w_clip, bool):
-            raise ValueError(f"w_symmetric={self.w_symmetric!r} and w_clip={self.w_clip!r} must be True or False")
         self._check_budget("w_bits", _W_BITS[:-1])
         self._check_budget("kv_bits", _KV_BITS[:-1])
         self._check_kv_bits_by_layer()
+        if self.format_version > FORMAT_VERSION:
+            raise ValueError(f"format_version={self.format_version}: this quarot writes up to {FORMAT_VERSION}")
+        if self.rotation is not None:
+            RotationPlan.from_dict(self.rotation)
         if self.tune_seconds is not None and not self.tune_seconds > 0:
             raise ValueError(f"tune_seconds={self.tune_seconds!r} must be positive, or None for no limit")
         for pattern, values in self.overrides.items():
             self._compile(pattern)
-            if not isinstance(values, dict):
-                raise ValueError(f"overrides[{pattern!r}]={values!r} must be a dict such as {{'w_bits': 8}}")
             unknown = sorted(set(values) - set(_OVERRIDABLE))
             if unknown:
                 raise ValueError(
@@ -202,23 +212,23 @@ class QuarotConfig(QuantizationConfigMixin):
         return type(self).from_dict(self.to_dict())
 
     def _one_of(self, name: str, allowed: tuple[Any, ...]) -> None:
-        if getattr(self, name) not in allowed or isinstance(getattr(self, name), bool):
+        if getattr(self, name) not in allowed:
             raise ValueError(f"{name}={getattr(self, name)!r} is not supported; choose from {list(allowed)}")
 
     def _in_range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
-        if not isinstance(value, (int, float)) or not low < value <= high:
+        if not low < value <= high:
             raise ValueError(f"{name}={value!r} must be above {low} and at most {high}")
 
     def _positive(self, name: str) -> None:
         value = getattr(self, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if value < 1:
             raise ValueError(f"{name}={value!r} must be a positive integer")
 
     def _check_budget(self, kind: str, allowed: tuple[int, ...]) -> None:
         """``w_bits_budget`` or ``kv_bits_budget`` and its choices, which end up sorted."""
         choices, budget = getattr(self, f"{kind}_choices"), getattr(self, f"{kind}_budget")
-        if not isinstance(choices, (list, tuple)) or not choices or not set(choices) <= set(allowed):
+        if not choices or not set(choices) <= set(allowed):
             raise ValueError(f"{kind}_choices={choices!r} must be a list of some of {list(allowed)}")
         object.__setattr__(self, f"{kind}_choices", sorted(set(choices)))
         if budget is None:
@@ -230,16 +240,15 @@ class QuarotConfig(QuantizationConfigMixin):
             )
 
     def _check_kv_bits_by_layer(self) -> None:
-        pairs = [list(pair) for pair in self.kv_bits_by_layer]
+        pairs = self.kv_bits_by_layer
         if not all(len(pair) == 2 and set(pair) <= set(_KV_BITS) for pair in pairs):
             raise ValueError(f"kv_bits_by_layer={pairs} must hold a pair out of {list(_KV_BITS)} for each layer")
-        object.__setattr__(self, "kv_bits_by_layer", pairs)
 
     @staticmethod
     def _compile(pattern: str) -> re.Pattern[str]:
         try:
             return re.compile(pattern)
-        except (re.error, TypeError) as error:
+        except re.error as error:
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
     def _default_clips(self) -> dict[str, float]:
@@ -250,6 +259,10 @@ class QuarotConfig(QuantizationConfigMixin):
 
     def replace(self, **changes: Any) -> QuarotConfig:
         """A copy with some fields changed, validated again; clip ratios left at their default follow the bits."""
+        unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
+        if unknown:
+            known = sorted(field.name for field in dataclasses.fields(self))
+            raise ValueError(f"QuarotConfig has no {', '.join(unknown)}; its fields are {', '.join(known)}")
         unset = {name: None for name, value in self._default_clips().items() if getattr(self, name) == value}
         return dataclasses.replace(self, **{**unset, **changes})
 

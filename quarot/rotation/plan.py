@@ -6,7 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from quarot.field_types import check_types
 from quarot.rotation.spec import HadamardSpec
+
+R1_KINDS = ("hadamard", "orthogonal", "given", None)
+"""What R1 can be; see :class:`RotationPlan`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,11 @@ class RotationPlan:
     mlp_out_input: HadamardSpec | None = None
     expert_out_input: HadamardSpec | None = None
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        if self.r1 not in R1_KINDS:
+            raise ValueError(f"r1={self.r1!r} is not one of {R1_KINDS}")
 
     @property
     def online(self) -> bool:
@@ -76,8 +85,11 @@ class RotationPlan:
         """Inverse of :meth:`to_dict`.
 
         Raises:
-            ValueError: an unknown field (written by a newer quarot), or a spec that does not hold together.
+            ValueError: an unknown field (written by a newer quarot), one that is missing or of a wrong type, or a spec
+                that does not hold together.
         """
+        if not isinstance(data, dict) or "family" not in data:
+            raise ValueError(f"RotationPlan: {data!r} is not a rotation plan, which names its family")
         unknown = sorted(set(data) - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise ValueError(f"RotationPlan: unknown fields {unknown}; this checkpoint needs a newer quarot")
@@ -85,7 +97,8 @@ class RotationPlan:
         for name in ("r1_hadamard", "r2", "attn_out_input", "r3", "mlp_out_input", "expert_out_input"):
             if values.get(name) is not None:
                 values[name] = HadamardSpec.from_dict(values[name])
-        values["notes"] = tuple(values.get("notes", ()))
+        if isinstance(values.get("notes"), list):
+            values["notes"] = tuple(values["notes"])
         return cls(**values)
 
 

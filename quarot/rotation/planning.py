@@ -6,10 +6,9 @@ from typing import Any
 
 from quarot.architectures import Architecture, Geometry
 from quarot.rotation.hadamard import block_hadamard_spec, hadamard_spec
-from quarot.rotation.plan import RotationPlan
+from quarot.rotation.plan import R1_KINDS, RotationPlan
 from quarot.rotation.spec import HadamardSpec
 
-R1_KINDS = ("hadamard", "orthogonal", "given", None)
 O_PROJ_MODES = ("heads", "full", "none")
 
 

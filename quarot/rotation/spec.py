@@ -56,5 +56,16 @@ class HadamardSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> HadamardSpec:
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: fields are missing or unknown, or do not hold together.
+        """
+        if not isinstance(data, dict) or not {"size", "order", "pow2"} <= set(data) <= {
+            "size",
+            "order",
+            "pow2",
+            "inner",
+        }:
+            raise ValueError(f"HadamardSpec: {data!r} must hold size, order, pow2 and inner")
         return cls(**data)
