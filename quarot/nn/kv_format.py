@@ -11,8 +11,9 @@ from torch import Tensor
 import quarot.ops.hadamard
 import quarot.ops.kv_append
 import quarot.ops.kv_gather
+from quarot.field_types import check_types
 from quarot.ops.kv_append import quantize_groups, rotate_heads
-from quarot.ops.kv_layout import KVLayout, Side
+from quarot.ops.kv_layout import SUPPORTED_BITS, KVLayout, Side
 from quarot.rotation.spec import HadamardSpec
 
 if TYPE_CHECKING:
@@ -54,6 +55,14 @@ class KVFormat:
     group: int = 128
     clip: float = 0.95
     rotation: HadamardSpec | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("key_bits", "value_bits"):
+            if getattr(self, name) not in SUPPORTED_BITS:
+                raise ValueError(f"KV cache: {name}={getattr(self, name)} is not one of {SUPPORTED_BITS}")
+        if self.group < 1 or not 0 < self.clip <= 1:
+            raise ValueError(f"KV cache: group={self.group} must be positive and clip={self.clip} in (0, 1]")
 
     @classmethod
     def from_config(cls, config: QuarotConfig, layer: int | None = None) -> KVFormat:

@@ -278,8 +278,13 @@ class QuantKVCache(Cache):
             raise ValueError(f"give both max_batch and max_length or neither, got {max_batch} and {max_length}")
         if prefill not in ("exact", "quantized"):
             raise ValueError(f"prefill={prefill!r} is neither 'exact' nor 'quantized'")
-        if page_size < 16 or page_size % 16:
+        for name, value in (("page_size", page_size), ("max_batch", max_batch), ("max_length", max_length)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name}={value!r} must be a positive integer")
+        if page_size % 16:
             raise ValueError(f"page_size {page_size} is not a positive multiple of 16")
+        if not isinstance(reserve, int) or reserve < 0:
+            raise ValueError(f"reserve={reserve!r} must be an integer, 0 or more")
         if model is not None:
             config = model.config if config is None else config
             if model.config._attn_implementation != "quarot":

@@ -135,7 +135,10 @@ class KVLayout:
 
     def __post_init__(self) -> None:
         if self.head_dim % 16 or not 16 <= self.head_dim <= 256:
-            raise ValueError(f"KV cache: head_dim {self.head_dim} is not a multiple of 16 between 16 and 256")
+            raise ValueError(
+                f"KV cache: head_dim {self.head_dim} is not a multiple of 16 between 16 and 256; "
+                "keep keys and values in 16 bits (k_bits=16, v_bits=16)"
+            )
         for side in ("key", "value"):
             bits, group = getattr(self, f"{side}_bits"), getattr(self, f"{side}_group")
             if bits not in SUPPORTED_BITS:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+import re
+from collections.abc import Sequence
+
 from torch import nn
 
-from quarot.architectures import Architecture, decoder_layers, linear_modules
+from quarot.architectures import Architecture, decoder_layers, geometry, linear_modules
 from quarot.config import QuarotConfig
+from quarot.nn.kv_format import KVFormat
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.quantization.fit import check_fits
+
+logger = logging.getLogger("quarot")
 
 
 def selected(
@@ -18,9 +25,9 @@ def selected(
 
     Raises:
         NotImplementedError: a model with experts, or with a cache of different bits by layer, is to be tuned.
-        ValueError: bits of the cache for another number of layers; a layer is quantised already, is of a foreign kind,
-            is offloaded, or does not fit its settings; or the head is to be quantised while it shares its weight with
-            the embedding.
+        ValueError: bits of the cache for another number of layers, or for heads that it cannot store; overrides for no
+            layer; a layer is quantised already, is of a foreign kind, is offloaded, or does not fit its settings; or
+            the head is to be quantised while it shares its weight with the embedding.
     """
     if record.experts is not None and config.tune_steps:
         raise NotImplementedError(f"{record.family}: a mixture of experts cannot be tuned; set tune_steps=0")
@@ -29,8 +36,14 @@ def selected(
         raise ValueError(f"kv_bits_by_layer has {len(config.kv_bits_by_layer)} pairs for {count} decoder layers")
     if (config.kv_bits_budget or config.kv_bits_by_layer) and (config.tune_steps or config.rotation_steps):
         raise NotImplementedError("cache bits by layer are not trained for: set tune_steps=0 and rotation_steps=0")
+    cache = KVFormat.from_config(config)
+    if cache.quantizes or config.kv_bits_budget or config.kv_bits_by_layer:
+        cache.layout(geometry(model).head_dim)
+    linears = list(linear_modules(model))
+    if record.experts is None or any(role.startswith("expert") for _, _, role in linears):  # else names are missing
+        check_patterns([name for name, _, _ in linears], config)
     chosen = {}
-    for name, module, role in linear_modules(model):
+    for name, module, role in linears:
         own = config.for_module(name)
         if role.startswith("expert"):
             own = own.replace(a_clip_search=False)  # too few tokens for some experts; all take a_clip
@@ -54,3 +67,20 @@ def selected(
             f"{record.lm_head} shares its weight with the embedding; rotate_model unties them, or ignore it"
         )
     return chosen
+
+
+def check_patterns(names: Sequence[str], config: QuarotConfig) -> None:
+    """Warn of entries of ``ignore`` that match none of the linear layers ``names``.
+
+    Raises:
+        ValueError: an override that matches none: the model would not be what was asked for.
+    """
+    for pattern in config.overrides:
+        if not any(re.fullmatch(pattern, name) for name in names):
+            raise ValueError(
+                f"overrides[{pattern!r}] matches no linear layer; patterns are matched with whole names, such as "
+                f"{names[0]!r}: write for instance {'.*' + pattern!r}"
+            )
+    for entry in config.ignore:
+        if not any(config.replace(ignore=[entry], overrides={}, lm_head_bits=16).ignores(name) for name in names):
+            logger.warning("ignore: %r matches no linear layer of this model, whose names are like %s", entry, names[0])

@@ -72,3 +72,17 @@ def test_cache_takes_the_format_of_the_model_and_what_is_passed():
     assert QuantKVCache(config).format == KVFormat(8, 3, 32, 0.9, None)
     changed = QuantKVCache(config, key_bits=2, group=64, rotate=True, clip=1.0).format
     assert changed == KVFormat(2, 3, 64, 1.0, HadamardSpec(64, 1, 64))
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("key_bits", 5), ("value_bits", 4.0), ("group", -1), ("group", 0), ("clip", float("nan")), ("clip", -1.0),
+        ("clip", 0.0), ("clip", 1.5), ("page_size", "64"), ("page_size", 0), ("reserve", -1), ("max_batch", 0),
+        ("max_length", -4),
+    ],
+)  # fmt: skip
+def test_wrong_options_of_the_cache_are_refused_by_name(option: str, value: object) -> None:
+    fixed = {"max_batch": 2, "max_length": 8} if option.startswith("max") else {}
+    with pytest.raises(ValueError, match=f"{option}={value!r}"):
+        QuantKVCache(LlamaConfig(num_hidden_layers=1), **(fixed | {option: value}))
