@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from transformers import PretrainedConfig, StaticCache
+from transformers import AttentionInterface, PretrainedConfig, StaticCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quarot.architectures import geometry
 from quarot.config import QuarotConfig
@@ -22,6 +23,7 @@ from quarot.runtime.decode_graph import DecodeGraph, enabled
 from quarot.runtime.synthetic import random_model, random_quantized_model
 
 Call = Callable[[], Any]
+UNMASKED = "unmasked_sdpa"
 
 
 class Decode(Protocol):
@@ -56,11 +58,13 @@ class Subject:
 
     def prefill(self, batch: int, length: int) -> Call:
         """A forward over prompts [batch, length] that fills a cache and gives the logits of the last token."""
+        self.model.set_attn_implementation("sdpa")
         ids = torch.randint(0, self.model.config.vocab_size, (batch, length), device=self.device)
         return lambda: self.model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
     def prefill_block(self, batch: int, length: int) -> Call:
         """A forward of the decoder alone over hidden states [batch, length, hidden]."""
+        self.model.set_attn_implementation("sdpa")
         decoder = self.model.get_decoder()
         hidden = torch.randn(batch, length, geometry(self.model).hidden, dtype=self.model.dtype, device=self.device)
         return lambda: decoder(inputs_embeds=hidden, use_cache=True)
@@ -208,10 +212,15 @@ class UnfusedDecode:
 
 
 class StaticDecode:
-    """transformers' decode step over its StaticCache; every step writes to the same place."""
+    """transformers' decode step over its StaticCache; every step writes to the same place.
+
+    The cache is full, so every token sees all of it: no mask is made, and PyTorch may take its flash kernels, which
+    accept none (and read grouped heads without repeating them).
+    """
 
     def __init__(self, model: Any, batch: int, context: int) -> None:
-        self.model = model
+        self.model, self.context = model, context
+        AttentionInterface.register(UNMASKED, sdpa_attention_forward)  # no mask is registered under this name
         sizes, device = geometry(model), model.get_input_embeddings().weight.device
         self.cache = StaticCache(config=model.config, max_cache_len=context + 1)
         size = (batch, sizes.kv_heads, context, sizes.head_dim)
@@ -221,8 +230,6 @@ class StaticDecode:
         del random
         self.ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=device)
         self.positions = torch.full((batch, 1), context, dtype=torch.int64, device=device)
-        # A ready-made mask: building one from the cache's length would wait for the GPU.
-        self.mask = torch.ones(batch, 1, 1, context + 1, dtype=torch.bool, device=device)
         self.marks = [layer.cumulative_length for layer in self.cache.layers]
 
     def rewind(self) -> None:
@@ -232,10 +239,11 @@ class StaticDecode:
         """See :class:`Decode`."""
         for mark in self.marks:
             if isinstance(mark, torch.Tensor):
-                mark.fill_(self.mask.shape[-1] - 1)
+                mark.fill_(self.context)
+        if self.model.config._attn_implementation != UNMASKED:
+            self.model.set_attn_implementation(UNMASKED)
         out = self.model(
             input_ids=self.ids,
-            attention_mask=self.mask,
             position_ids=self.positions,
             past_key_values=self.cache,
             use_cache=True,

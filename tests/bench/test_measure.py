@@ -97,3 +97,19 @@ def test_every_named_model_is_of_a_supported_family(name: str) -> None:
         model = AutoModelForCausalLM.from_config(config_of(shape, layers=1))
     assert architecture_of(model).family == shape.family.lower()
     assert geometry(model)[:5] == (shape.hidden, shape.heads, shape.kv_heads, shape.head_dim, shape.intermediate)
+
+
+def test_the_peers_step_sees_the_whole_cache() -> None:
+    from transformers import DynamicCache
+
+    subject = Subject.random(config_of(TINY), torch.float32, CPU)
+    decode = subject.decode(2, 10, 1)
+    assert isinstance(decode, StaticDecode)
+    cache, first = DynamicCache(), decode.ids.clone()
+    for index, layer in enumerate(decode.cache.layers):
+        cache.update(layer.keys[:, :, :10].clone(), layer.values[:, :, :10].clone(), index)
+    with torch.inference_mode():
+        decode.step()
+        subject.model.set_attn_implementation("eager")
+        wanted = subject.model(first, past_key_values=cache, position_ids=torch.full((2, 1), 10)).logits[:, -1]
+    assert torch.equal(decode.ids[:, 0], wanted.argmax(-1))

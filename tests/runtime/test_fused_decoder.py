@@ -127,3 +127,20 @@ def test_an_error_leaves_the_cache_usable(tiny_model, token_ids, monkeypatch):
         assert int(cache.get_seq_length()) == token_ids.shape[1]
         ours, theirs = (model(token_ids[:1, :1], past_key_values=c).logits for c in (cache, again))
     assert torch.equal(ours, theirs)
+
+
+@torch.no_grad()
+def test_long_prompts_pass_the_mlp_in_parts(tiny_model, token_ids, monkeypatch):
+    from quarot.runtime import fused_layer
+
+    model = quantized(tiny_model, "llama")
+    whole = model(token_ids, use_cache=False).logits
+    rows = []
+    original = fused_layer.silu_mul_hadamard_quantize
+    monkeypatch.setattr(
+        fused_layer, "silu_mul_hadamard_quantize", lambda x, *rest: rows.append(x.shape[0]) or original(x, *rest)
+    )
+    monkeypatch.setattr(fused_layer, "MLP_TOKENS", 8)
+    assert torch.equal(model(token_ids, use_cache=False).logits, whole)
+    assert max(rows) == 8
+    assert sum(rows) == token_ids.numel() * model.config.num_hidden_layers

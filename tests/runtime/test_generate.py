@@ -97,6 +97,26 @@ def test_prefill_in_chunks_stays_close(model, token_ids):
     assert 0 < (whole - parts).norm() < 0.3 * whole.norm()
 
 
+def test_a_long_prompt_never_meets_a_layer_or_the_head_at_once(model, token_ids):
+    """What bounds memory: a chunk of tokens in each layer, and one token a row in front of the vocabulary."""
+    fused = vars(model.model)["quarot_fused"]
+    seen: dict[str, list[int]] = {"layers": [], "head": []}
+    forward, head = (
+        fused.run_layers,
+        model.lm_head.register_forward_pre_hook(lambda _, args: seen["head"].append(args[0].shape[:-1].numel())),
+    )
+    fused.run_layers = lambda hidden, attend: seen["layers"].append(hidden.shape[:2].numel()) or forward(hidden, attend)
+    try:
+        quarot.generate(model, token_ids, max_new_tokens=1, prefill_chunk=8)
+    finally:
+        head.remove()
+        del fused.run_layers
+    batch, length = token_ids.shape
+    assert max(seen["layers"]) == 8
+    assert sum(seen["layers"]) == batch * length
+    assert set(seen["head"]) == {batch}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
