@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quarot.memory import out_of_memory
 from quarot.progress import progress_bar
 
 _LOSS_ROWS = 2048
@@ -94,8 +95,10 @@ def perplexity(
     model.eval()
     try:
         batches = list(windows.split(batch_size))
+        what = f"a perplexity of windows of {batch_size} x {window} tokens"
         for batch in progress_bar(batches, "perplexity", progress):
-            losses += _window_losses(model, batch.to(device)).tolist()
+            with out_of_memory(what, f"batch_size (now {batch_size}) or window (now {window})"):
+                losses += _window_losses(model, batch.to(device)).tolist()
             wrong = [i for i in range(len(losses) - len(batch), len(losses)) if not math.isfinite(losses[i])]
             if wrong:
                 raise FloatingPointError(f"the loss of window {wrong[0]} is {losses[wrong[0]]}: the model overflows")

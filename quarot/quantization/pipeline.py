@@ -19,6 +19,7 @@ from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
+from quarot.memory import out_of_memory
 from quarot.progress import progress_bar
 from quarot.quantization.head import quantize_head
 from quarot.quantization.layer import LayerQuantizer
@@ -134,7 +135,7 @@ def quantize_layers(
             continue
         prefix = name + "."
         chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
-        with place.at_work(name, layer, tuple(chosen)):
+        with out_of_memory(f"quantising {name}", _lower(config)), place.at_work(name, layer, tuple(chosen)):
             work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
             finished = None if store is None else store.load(name)
             if finished is not None:
@@ -152,6 +153,14 @@ def quantize_layers(
     if record.lm_head in configs:
         quantize_head(model, record, configs[record.lm_head], inputs, place.device)
     return found
+
+
+def _lower(config: QuarotConfig) -> str:
+    return (
+        f"calibration_samples (now {config.calibration_samples}) or calibration_length (now"
+        f" {config.calibration_length}), or have one layer at a time on the device: load the model on the CPU and pass"
+        " device=, or use quarot.quantize_checkpoint"
+    )
 
 
 def with_findings(config: QuarotConfig, clips: dict[str, float], starved: dict[str, int]) -> QuarotConfig:

@@ -14,6 +14,7 @@ from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.calibration.resampling import resampled_windows
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
+from quarot.memory import out_of_memory
 from quarot.nn.split_experts import split_experts
 from quarot.quantization.bit_allocation import with_allocated_bits
 from quarot.quantization.gptq_block import forget_rounders
@@ -102,9 +103,11 @@ def quantize_model(
         if windows is not None and configs and (config.tune_steps or config.rotation_steps):
             samples, length = config.training_samples, config.calibration_length
             material = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed + 1)
-            config, clips = _quantize_and_train(
-                model, configs, windows, material, store, config, where, progress, rollback
-            )
+            lower = f"tune_batch_size (now {config.tune_batch_size}) or calibration_length (now {length})"
+            with out_of_memory("training", f"{lower}, or do without (tune_steps=0, rotation_steps=0)"):
+                config, clips = _quantize_and_train(
+                    model, configs, windows, material, store, config, where, progress, rollback
+                )
             starved: dict[str, int] = {}
         else:
             place = InMemory(where, rollback)

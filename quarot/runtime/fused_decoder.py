@@ -19,6 +19,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quarot.architectures import architecture_of, decoder_layers, geometry
+from quarot.memory import out_of_memory
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.runtime.decode_step import DecodeStep
 from quarot.runtime.fused_layer import FusedLayer
@@ -61,8 +62,18 @@ def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     if reason is not None:
         _say_once(reason)
         return type(self).forward(self, *args, **kwargs)
-    with torch.no_grad():
+    with torch.no_grad(), out_of_memory(f"a forward of {_size(kwargs)}", _LOWER):
         return fused.forward(**kwargs)
+
+
+_LOWER = "the batch, or the tokens at once (quarot.generate's prefill_chunk, generate()'s prefill_chunk_size)"
+
+
+def _size(kwargs: dict[str, Any]) -> str:
+    """``64 x 2048 tokens``."""
+    given = kwargs.get("input_ids")
+    given = kwargs.get("inputs_embeds") if given is None else given
+    return "nothing" if given is None else f"{given.shape[0]} x {given.shape[1]} tokens"
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from quarot.memory import out_of_memory
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.runtime.decode_graph import DecodeGraph, addresses, enabled
@@ -82,16 +83,15 @@ def generate(
         session = _session(model, fused, input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
         # One generator for all seeded calls: a graph is tied to the one it was recorded with.
         generator = None if seed is None else session.generator.manual_seed(seed)
+        what = f"quarot.generate of {' x '.join(map(str, input_ids.shape))} tokens and {max_new_tokens} new ones"
         try:
-            logits = session.prefill(input_ids, attention_mask, prefill_chunk)
-            first = sampling.choose(logits, generator)
-            new = session.decode(first, sampling, generator, max_new_tokens, ends, streamer, input_ids)
-        except torch.cuda.OutOfMemoryError as error:
+            with out_of_memory(what, f"the batch, max_new_tokens or prefill_chunk (now {prefill_chunk})"):
+                logits = session.prefill(input_ids, attention_mask, prefill_chunk)
+                first = sampling.choose(logits, generator)
+                new = session.decode(first, sampling, generator, max_new_tokens, ends, streamer, input_ids)
+        except torch.OutOfMemoryError:
             fused.session = None
-            raise torch.cuda.OutOfMemoryError(
-                f"{error}\nquarot.generate: {tuple(input_ids.shape)} tokens + {max_new_tokens} new: lower the batch, "
-                f"max_new_tokens or prefill_chunk (now {prefill_chunk})"
-            ) from None
+            raise
         finally:
             if not keep_memory:
                 fused.session = None

@@ -6,6 +6,8 @@ import json
 import os
 from typing import Any
 
+from quarot.memory import out_of_memory
+
 
 def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     """Load a checkpoint that quarot saved: ``AutoModelForCausalLM.from_pretrained`` with quarot imported, and checks.
@@ -28,8 +30,10 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             f"{path} is not a quarot checkpoint (its config.json has quant_method {method!r}); "
             "load it with transformers, or quantise it with quarot.quantize_model"
         )
+    lower = "what else is on the device, or spread the layers over devices with device_map='auto'"
     try:
-        return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+        with out_of_memory(f"loading {path}", lower):
+            return AutoModelForCausalLM.from_pretrained(path, **kwargs)
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}: model.safetensors.index.json is corrupt or truncated ({error}); copy or save the checkpoint again"
