@@ -18,7 +18,9 @@ GRID_STEPS = 100
 """Clip ratios tried are ``1 - i / GRID_STEPS`` for the first ``GRID_DEPTH`` values of i."""
 GRID_DEPTH = 80
 _CHUNK_ELEMENTS = {"cpu": 1 << 17, "cuda": 1 << 24}
-"""Weights searched at once: what stays in a core's cache, and what keeps a GPU busy."""
+"""Weights times ratios searched at once: what stays in a core's cache, and what keeps a GPU busy."""
+_RATIOS_AT_ONCE = 16
+"""Clip ratios that one set of kernels tries, at most: small weights cost little but launches."""
 
 
 class QuantizedWeight(NamedTuple):
@@ -97,42 +99,60 @@ def find_grid(
     Channels are searched many at once, in chunks of rows that bound the memory (64 MiB on a GPU, times two).
     """
     groups = as_groups(weight, group_size)
-    rows = max(1, _CHUNK_ELEMENTS.get(weight.device.type, 1 << 17) // max(1, weight.shape[1]))
+    depth, most = (GRID_DEPTH if search else 1), _CHUNK_ELEMENTS.get(weight.device.type, 1 << 17)
+    at_once = max(1, min(_RATIOS_AT_ONCE, depth, most // max(1, weight.numel())))
+    rows = max(1, most // max(1, weight.shape[1] * at_once))
     factors = None if importance is None else importance.reshape(groups.shape[1:])
-    parts = [_find(part, bits, symmetric, search, factors) for part in groups.split(rows)]
+    ratios = 1.0 - torch.arange(depth, dtype=torch.float64) / GRID_STEPS
+    tried = [part.float().to(weight.device)[:, None, None] for part in ratios.split(at_once)]
+    parts = [_find(part, bits, symmetric, tried, factors) for part in groups.split(rows)]
     scale = torch.cat([part.scale for part in parts])
     zeros = [part.zero for part in parts if part.zero is not None]
     return Grid(scale, torch.cat(zeros) if zeros else None, bits)
 
 
-def _find(values: torch.Tensor, bits: int, symmetric: bool, search: bool, factors: torch.Tensor | None) -> Grid:
+def _find(
+    values: torch.Tensor, bits: int, symmetric: bool, ratios: list[torch.Tensor], factors: torch.Tensor | None
+) -> Grid:
+    """The best grid of [N, G, K/G] values over ``ratios``, [R, 1, 1] each; of equal errors the first ratio wins."""
     low, high = values.amin(-1).clamp_max(0), values.amax(-1).clamp_min(0)
-    best = _at_ratio(low, high, 1.0, bits, symmetric)
-    if not search:
-        return best
-    work = torch.empty_like(values)
-    least = _error(values, best, factors, work)
-    for step in range(1, GRID_DEPTH):
-        trial = _at_ratio(low, high, 1.0 - step / GRID_STEPS, bits, symmetric)
-        error = _error(values, trial, factors, work)
-        better = error < least
-        least = torch.where(better, error, least)
-        zero = None if trial.zero is None or best.zero is None else torch.where(better, trial.zero, best.zero)
-        best = Grid(torch.where(better, trial.scale, best.scale), zero, bits)
+    if sum(len(some) for some in ratios) == 1:
+        return _first(_at_ratios(low, high, ratios[0], bits, symmetric))
+    work = values.new_empty(len(ratios[0]), *values.shape)
+    best: Grid | None = None
+    least = values.new_full(low.shape, torch.inf)
+    for some in ratios:
+        trials = _at_ratios(low, high, some, bits, symmetric)
+        error, index = _errors(values, trials, factors, work[: len(some)]).min(0, keepdim=True)
+        zero = None if trials.zero is None else trials.zero.gather(0, index)[0]
+        found = Grid(trials.scale.gather(0, index)[0], zero, bits)
+        best = found if best is None else _where(error[0] < least, found, best)
+        least = torch.minimum(least, error[0])
+    assert best is not None
     return best
 
 
-def _at_ratio(low: torch.Tensor, high: torch.Tensor, ratio: float, bits: int, symmetric: bool) -> Grid:
+def _where(better: torch.Tensor, a: Grid, b: Grid) -> Grid:
+    zero = None if a.zero is None or b.zero is None else torch.where(better, a.zero, b.zero)
+    return Grid(torch.where(better, a.scale, b.scale), zero, a.bits)
+
+
+def _first(grids: Grid) -> Grid:
+    return Grid(grids.scale[0], None if grids.zero is None else grids.zero[0], grids.bits)
+
+
+def _at_ratios(low: torch.Tensor, high: torch.Tensor, ratios: torch.Tensor, bits: int, symmetric: bool) -> Grid:
+    """Grids [R, N, G] of ranges [N, G] at clip ratios [R, 1, 1]."""
     half = 2 ** (bits - 1)
     if symmetric:
-        return Grid(torch.maximum(-low, high) * ratio / (half - 1), None, bits)
-    scale = (high - low) * ratio / (2 * half - 1)
-    zero = (-low * ratio / scale).masked_fill_(scale <= 0, 0.0).round_() - half
+        return Grid(torch.maximum(-low, high) * ratios / (half - 1), None, bits)
+    scale = (high - low) * ratios / (2 * half - 1)
+    zero = (-low * ratios / scale).masked_fill_(scale <= 0, 0.0).round_() - half
     return Grid(scale, zero, bits)
 
 
-def _error(values: torch.Tensor, grid: Grid, factors: torch.Tensor | None, work: torch.Tensor) -> torch.Tensor:
-    """Squared error of each scale, [N, G]; ``work`` is like ``values`` [N, G, K/G], so that nothing is allocated."""
+def _errors(values: torch.Tensor, grid: Grid, factors: torch.Tensor | None, work: torch.Tensor) -> torch.Tensor:
+    """Squared error of each scale, [R, N, G]; ``work`` is [R, N, G, K/G], so that nothing is allocated."""
     half = 2 ** (grid.bits - 1)
     scale, zero = grid.scale[..., None], None if grid.zero is None else grid.zero[..., None]
     torch.mul(values, scale.reciprocal().masked_fill_(scale <= 0, 0.0), out=work)
