@@ -13,7 +13,7 @@ from quarot.integrations import register as _register
 if TYPE_CHECKING:
     from quarot.calibration.seed_search import search_seed
     from quarot.config import QuarotConfig
-    from quarot.evaluation import perplexity
+    from quarot.evaluation.perplexity import perplexity
     from quarot.integrations.transformers.loading import load
     from quarot.nn.quant_kv_cache import QuantKVCache
     from quarot.nn.quant_linear import QuantLinear

@@ -12,6 +12,7 @@ from torch import nn
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
 from quarot.config import QuarotConfig
+from quarot.integrations.transformers.plain_attention import fused_float32_attention
 from quarot.nn.kv_format import KVFormat
 from quarot.nn.quant_linear import linear_weight
 from quarot.progress import progress_bar
@@ -40,8 +41,13 @@ def divergences(model: Any, trials: Sequence[Trial], windows: torch.Tensor, prog
 
     Each trial runs the layers from its own to the last, and the head. Activations stay unquantised.
     """
+    with fused_float32_attention(model):
+        return _divergences(model, trials, windows[: max(1, TOKENS // windows.shape[1])], progress)
+
+
+def _divergences(model: Any, trials: Sequence[Trial], windows: torch.Tensor, progress: bool) -> torch.Tensor:
     layers = [layer for _, layer in decoder_layers(model)]
-    inputs = LayerInputs(model, windows[: max(1, TOKENS // windows.shape[1])], None)
+    inputs = LayerInputs(model, windows, None)
     wanted = _final_states(model, layers, inputs, 0)
     head = linear_weight(model.get_submodule(architecture_of(model).lm_head)).detach()
     scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)

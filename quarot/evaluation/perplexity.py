@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quarot.integrations.transformers.plain_attention import fused_float32_attention
 from quarot.memory import out_of_memory
 from quarot.progress import progress_bar
 
@@ -96,12 +97,13 @@ def perplexity(
     try:
         batches = list(windows.split(batch_size))
         what = f"a perplexity of windows of {batch_size} x {window} tokens"
-        for batch in progress_bar(batches, "perplexity", progress):
-            with out_of_memory(what, f"batch_size (now {batch_size}) or window (now {window})"):
+        lower = f"batch_size (now {batch_size}) or window (now {window})"
+        with fused_float32_attention(model), out_of_memory(what, lower):
+            for batch in progress_bar(batches, "perplexity", progress):
                 losses += _window_losses(model, batch.to(device)).tolist()
-            wrong = [i for i in range(len(losses) - len(batch), len(losses)) if not math.isfinite(losses[i])]
-            if wrong:
-                raise FloatingPointError(f"the loss of window {wrong[0]} is {losses[wrong[0]]}: the model overflows")
+                wrong = next((i for i, loss in enumerate(losses) if not math.isfinite(loss)), None)
+                if wrong is not None:
+                    raise FloatingPointError(f"the loss of window {wrong} is {losses[wrong]}: the model overflows")
     finally:
         model.train(training)
     nll = sum(losses) / count

@@ -19,6 +19,7 @@ from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
+from quarot.integrations.transformers.plain_attention import fused_float32_attention
 from quarot.memory import out_of_memory
 from quarot.progress import progress_bar
 from quarot.quantization.head import quantize_head
@@ -125,6 +126,19 @@ def quantize_layers(
     progress: bool,
 ) -> Quantized:
     """Quantise every layer, and the head where it is among ``configs``."""
+    with fused_float32_attention(model):
+        return _quantize_layers(model, configs, windows, config, store, place, progress)
+
+
+def _quantize_layers(
+    model: Any,
+    configs: dict[str, QuarotConfig],
+    windows: torch.Tensor | None,
+    config: QuarotConfig,
+    store: Store | None,
+    place: Place,
+    progress: bool,
+) -> Quantized:
     record = architecture_of(model)
     inputs = None if windows is None else LayerInputs(model, windows, place.device)
     reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quarot.integrations import flashinfer
+from quarot.integrations.transformers.plain_attention import plain_attention
 from quarot.nn.kv_format import KVFormat
 from quarot.nn.page_table import Step, new_positions
 from quarot.nn.partial_attention import attend, merge
@@ -52,7 +52,7 @@ def quarot_attention(
     if kv_format is not None and kv_format.quantizes:
         query = kv_format.rotate_heads(query)
         key, value = kv_format.simulate(key, value)
-    return sdpa_attention_forward(
+    return plain_attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scale, is_causal=kwargs.get("is_causal")
     )
 
@@ -135,7 +135,7 @@ def _prefill(
     served = flashinfer.attend(query, key, value, scale, query.shape[2] > 1) if mask is None else None
     if served is not None:
         return served[0].transpose(1, 2)
-    return sdpa_attention_forward(module, query, key, value, mask, scaling=scale)[0]
+    return plain_attention(module, query, key, value, mask, scaling=scale)[0]
 
 
 def _stored(query: Tensor, layer: QuantKVLayer, step: Step) -> tuple[Tensor, Tensor, Tensor]:
