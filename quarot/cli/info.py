@@ -35,12 +35,24 @@ def run(options: argparse.Namespace) -> int:
     print(f"quantised by {quantization.get('quant_method')}:")
     for name, value in quantization.items():
         if name not in ("rotation", "quant_method") and value not in (None, {}, []):
-            print(f"  {name} = {value}")
+            print(f"  {name} = {_short(value)}")
     if quantization.get("rotation"):
         from quarot.rotation.plan import RotationPlan
 
         print(RotationPlan.from_dict(quantization["rotation"]).describe())
     return 0
+
+
+def _short(value: Any) -> str:
+    """Values by module name (overrides, experts that had few tokens) counted, where there are many."""
+    if not isinstance(value, dict) or len(value) <= _MOST:
+        return str(value)
+    counts = Counter(json.dumps(one) for one in value.values())
+    shown = ", ".join(f"{count} x {one}" for one, count in counts.most_common(_MOST))
+    return f"{len(value)} modules: {shown}" + (", .." if len(counts) > _MOST else "")
+
+
+_MOST = 6
 
 
 def describe(folder: Path) -> dict[str, Any]:

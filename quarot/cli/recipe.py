@@ -79,7 +79,8 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
 def needs_calibration(config: QuarotConfig) -> bool:
     """Whether quantising by this configuration looks at data."""
     gptq = config.w_bits < 16 and config.w_method == "gptq"
-    return gptq or config.a_clip_search or config.tune_steps > 0 or config.rotation_steps > 0
+    budget = config.w_bits_budget is not None or config.kv_bits_budget is not None
+    return gptq or budget or config.a_clip_search or config.tune_steps > 0 or config.rotation_steps > 0
 
 
 def rotation_of(options: argparse.Namespace) -> dict[str, Any] | None:

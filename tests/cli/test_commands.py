@@ -1,6 +1,7 @@
 """Every subcommand end to end on a tiny model: quantise, inspect, evaluate, generate, time."""
 
 import json
+import re
 
 import pytest
 
@@ -191,6 +192,17 @@ def test_reproduce_all_measures_common_settings_once(model_folder, text_file, tm
     assert rows["kv"][0]["ppl"] == rows["clips"][0]["ppl"]
     assert rows["kv"][0]["date"] == rows["clips"][0]["date"]
     assert not (tmp_path / "zero-shot.json").exists()
+
+
+def test_info_counts_what_layers_got(model_folder, text_file, tmp_path, capsys):
+    out = tmp_path / "mixed"
+    sizes = ["--samples", "1", "--length", "32", "--device", "cpu", "--quiet", "--calibration", str(text_file)]
+    fields = ["--method", "rtn", "--set", "w_bits_budget=4.5", "--set", "w_bits_choices=[3, 8]"]
+    assert main(["quantize", str(model_folder), "--out", str(out), *sizes, *fields]) == 0
+    assert main(["info", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"overrides = \d+ modules: \d+ x {\"w_bits\": (3|8)}, \d+ x {\"w_bits\": (3|8)}", shown)
+    assert "w_bits_budget = 4.5" in shown
 
 
 def test_rotation_only(model_folder, tmp_path, capsys):
