@@ -121,8 +121,7 @@ def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") 
 
     Inputs with a zero diagonal get a one there. The damping grows tenfold, with a warning, until the factor exists.
     """
-    h = hessian.double()
-    diagonal = h.diagonal()
+    diagonal = hessian.diagonal().double()
     dead = diagonal <= 0
     live = (~dead).sum().clamp_min(1)
     mean = diagonal.masked_fill(dead, 0.0).sum() / live
@@ -130,8 +129,10 @@ def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") 
     ones = dead.double()
     fraction = damping
     while True:
-        damped = (h + torch.diag(ones + fraction * mean)).flip(0, 1)
+        damped = hessian.flip(0, 1).double()  # one fp64 matrix at a time: of a 70B's down_proj each is 6.6 GB
+        damped.diagonal().add_((ones + fraction * mean).flip(0))
         factor, info = torch.linalg.cholesky_ex(damped)
+        del damped
         if int(info) == 0 and bool(factor.diagonal().isfinite().all()):
             break
         fraction *= 10
@@ -140,8 +141,9 @@ def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") 
                 f"{name}: the GPTQ Hessian cannot be factorised at any damping; check the calibration text"
             )
         logger.warning("%s: the GPTQ Hessian is not positive definite; damping raised to %g", name, fraction)
-    identity = torch.eye(h.shape[0], dtype=h.dtype, device=h.device)
-    return torch.linalg.solve_triangular(factor.flip(0, 1), identity, upper=True).float()
+    factor = factor.flip(0, 1)
+    identity = torch.eye(len(factor), dtype=factor.dtype, device=factor.device)
+    return torch.linalg.solve_triangular(factor, identity, upper=True).float()
 
 
 def check_finite(weight: torch.Tensor, hessian: torch.Tensor | None, name: str) -> None:
