@@ -266,6 +266,16 @@ class QuarotConfig(QuantizationConfigMixin):
         unset = {name: None for name, value in self._default_clips().items() if getattr(self, name) == value}
         return dataclasses.replace(self, **{**unset, **changes})
 
+    @property
+    def rounds_linears(self) -> bool:
+        """Whether any linear layer may become an integer one (``ignore`` aside)."""
+        return min(self.w_bits, self.a_bits, self.lm_head_bits) < 16 or bool(self.overrides)
+
+    @property
+    def rounds_cache(self) -> bool:
+        """Whether keys or values of any layer are quantised."""
+        return min(self.k_bits, self.v_bits) < 16 or bool(self.kv_bits_by_layer) or self.kv_bits_budget is not None
+
     def ignores(self, module_name: str) -> bool:
         """Whether the linear module of this name stays in the model's dtype.
 

@@ -94,8 +94,7 @@ def _whole(path: str, options: argparse.Namespace, config: QuarotConfig, text: s
     plan = recipe.rotate(model, options, work)
     if plan is not None:
         print(plan.describe())
-    bits = (config.w_bits, config.a_bits, config.k_bits, config.v_bits, config.lm_head_bits)
-    if min(bits) < 16 or config.overrides:
+    if config.rounds_linears or config.rounds_cache:
         progress = not options.quiet
         quarot.quantize_model(
             model,

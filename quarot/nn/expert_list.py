@@ -34,6 +34,7 @@ class ExpertList(nn.Module):
         down: for each expert, intermediate -> hidden.
         act_fn: activation of the gate.
         integer: whether all experts quantise alike, so that they share their quantisers (:meth:`settle`).
+        origin: the module that this one took the place of, its weights on ``meta``; in a tuple, so that it is no child.
     """
 
     def __init__(self, gate_up: list[nn.Module], down: list[nn.Module], act_fn: Callable[[torch.Tensor], torch.Tensor]):
@@ -42,6 +43,7 @@ class ExpertList(nn.Module):
         self.down = nn.ModuleList(down)
         self.act_fn = act_fn
         self.integer = False
+        self.origin: tuple[nn.Module, ...] = ()
 
     @classmethod
     def from_parameters(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from quarot.architectures import architecture_of, decoder_layers, geometry
+from quarot.architectures import Architecture, architecture_of, decoder_layers, geometry
 from quarot.calibration.resampling import resampled_windows
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
 from quarot.memory import out_of_memory
-from quarot.nn.split_experts import split_experts
+from quarot.nn.split_experts import merge_experts, split_experts
 from quarot.quantization.bit_allocation import with_allocated_bits
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.kv_bit_allocation import with_allocated_kv_bits
@@ -74,21 +74,47 @@ def quantize_model(
         ValueError: already quantised, widths or groups that do not fit (naming the layer), no or too little calibration
             text, NaN weights (naming the layer), or a ``resume_dir`` of another run.
 
-    Whatever is raised, running out of memory and an interrupt included, the model is left as it was (experts perhaps
-    split into linear layers that compute the same), and the same call may be made again.
+    Whatever is raised, running out of memory and an interrupt included, the model is left as it was, and the same call
+    may be made again.
     """
     record = architecture_of(model)
     config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
     config = config.replace(rotation=_rotation_of(model, config))
-    configs = selected(model, record, config)
     if isinstance(calibration, Iterator):
         calibration = list(calibration)  # it may be drawn from twice
-    windows = needed_windows(configs, config, calibration, tokenizer)
-    if record.experts is not None:
-        split_experts(model)
-        configs = selected(model, record, config)
-    store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(weights_hash(model), config, windows))
     where = None if device is None else torch.device(device)
+    with _experts_split(model, record, config):
+        _quantize(model, record, config, calibration, tokenizer, resume_dir, where, progress)
+    return model
+
+
+@contextmanager
+def _experts_split(model: Any, record: Architecture, config: QuarotConfig) -> Iterator[None]:
+    """Experts as linear layers, from here on where they are quantised; merged again where that fails."""
+    selected(model, record, config)  # what it refuses has changed nothing
+    try:
+        if record.experts is not None and config.rounds_linears:
+            split_experts(model)
+        yield
+    except BaseException:
+        with suppress(torch.OutOfMemoryError):  # then they stay split, which computes the same
+            merge_experts(model)
+        raise
+
+
+def _quantize(
+    model: Any,
+    record: Architecture,
+    config: QuarotConfig,
+    calibration: Any,
+    tokenizer: Any,
+    resume_dir: str | os.PathLike[str] | None,
+    where: torch.device | None,
+    progress: bool,
+) -> None:
+    configs = selected(model, record, config)
+    windows = needed_windows(configs, config, calibration, tokenizer)
+    store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(weights_hash(model), config, windows))
     rollback = Rollback(model, configs)
     training = model.training
     model.eval()
@@ -123,7 +149,6 @@ def quantize_model(
     from quarot.integrations.transformers import attach
 
     attach(model, with_findings(config, clips, starved))
-    return model
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 from collections.abc import Sequence
@@ -36,9 +37,8 @@ def selected(
         raise ValueError(f"kv_bits_by_layer has {len(config.kv_bits_by_layer)} pairs for {count} decoder layers")
     if (config.kv_bits_budget or config.kv_bits_by_layer) and (config.tune_steps or config.rotation_steps):
         raise NotImplementedError("cache bits by layer are not trained for: set tune_steps=0 and rotation_steps=0")
-    cache = KVFormat.from_config(config)
-    if cache.quantizes or config.kv_bits_budget or config.kv_bits_by_layer:
-        cache.layout(geometry(model).head_dim)
+    if config.rounds_cache:
+        KVFormat.from_config(config).layout(geometry(model).head_dim)
     linears = list(linear_modules(model))
     if record.experts is None or any(role.startswith("expert") for _, _, role in linears):  # else names are missing
         check_patterns([name for name, _, _ in linears], config)
@@ -83,4 +83,9 @@ def check_patterns(names: Sequence[str], config: QuarotConfig) -> None:
             )
     for entry in config.ignore:
         if not any(config.replace(ignore=[entry], overrides={}, lm_head_bits=16).ignores(name) for name in names):
-            logger.warning("ignore: %r matches no linear layer of this model, whose names are like %s", entry, names[0])
+            _warn_once(f"ignore: {entry!r} matches no linear layer of this model, whose names are like {names[0]}")
+
+
+@functools.cache  # a run selects its layers more than once
+def _warn_once(message: str) -> None:
+    logger.warning(message)

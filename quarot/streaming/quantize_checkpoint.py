@@ -194,7 +194,7 @@ def _matrix(rotation: Mapping[str, Any] | None) -> str:
 
 def _as_recorded(config: QuarotConfig) -> QuarotConfig:
     """As ``rotate_model`` records a model that nothing quantises."""
-    if config.overrides or min(config.w_bits, config.a_bits, config.k_bits, config.v_bits, config.lm_head_bits) < 16:
+    if config.rounds_linears or config.rounds_cache:
         return config
     return QuarotConfig(w_bits=16, a_bits=16, k_bits=16, v_bits=16, rotation=config.rotation)
 

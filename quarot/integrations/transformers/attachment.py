@@ -40,7 +40,7 @@ def attach(
         return
     model.config.quantization_config = config
     model.hf_quantizer = quantizer or QuarotHfQuantizer(config, pre_quantized=True)
-    quantized = min(config.w_bits, config.a_bits) < 16 or bool(config.overrides)
+    quantized = config.rounds_linears
     # The flag makes transformers refuse .half() and .float(); a model that is only rotated may be cast.
     model.is_quantized = quantized
     model.quantization_method = config.quant_method

@@ -7,19 +7,24 @@ from torch import Tensor, nn
 
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
+from quarot.nn.split_experts import merge_experts
 from quarot.ops.hadamard import hadamard
 from quarot.rotation.hadamard import hadamard_matrix
 from quarot.rotation.spec import HadamardSpec
 
 
 def plain_linears(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace every QuantLinear and RotatedLinear by the ``nn.Linear`` it computes (activations unquantised)."""
+    """Every QuantLinear and RotatedLinear becomes the ``nn.Linear`` it computes (activations unquantised).
+
+    Experts become the 3-D parameters that transformers has.
+    """
     for name, module in list(model.named_modules()):
         if isinstance(module, (QuantLinear, RotatedLinear)):
             weight = module.dequantize() if isinstance(module, QuantLinear) else module.rotated_weight
             if module.input_rotation is not None:
                 weight = fold_input_rotation(weight, module.input_rotation)
             model.set_submodule(name, _linear(weight.to(dtype), module.bias, module.training))
+    merge_experts(model)
 
 
 def fold_input_rotation(weight: Tensor, rotation: HadamardSpec) -> Tensor:

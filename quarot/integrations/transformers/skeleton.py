@@ -39,7 +39,7 @@ def prepare(model: nn.Module, config: QuarotConfig, dtype: torch.dtype | None = 
         NotImplementedError: a model family quarot does not know.
     """
     plan = plan_of(config)
-    if min(config.w_bits, config.a_bits) < 16 or (plan is not None and plan.expert_out_input is not None):
+    if config.rounds_linears or (plan is not None and plan.expert_out_input is not None):
         split_experts(model)
     for name, linear, role in list(linear_modules(model)):
         replacement = _replacement(name, linear, config, input_rotation(plan, role), dtype)
