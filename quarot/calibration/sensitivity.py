@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
@@ -17,9 +18,8 @@ from quarot.nn.kv_format import KVFormat
 from quarot.nn.quant_linear import linear_weight
 from quarot.progress import progress_bar
 from quarot.quantization.rtn import quantize_rtn
-from quarot.tuning.distillation import head_divergence
 
-TOKENS = 16384
+TOKENS = 4096
 """Calibration tokens that sensitivities are measured on: the first windows, one at least."""
 
 Trial = tuple[int, Callable[[], AbstractContextManager[None]]]
@@ -39,7 +39,8 @@ def divergences(model: Any, trials: Sequence[Trial], windows: torch.Tensor, prog
     Returns:
         fp32 [trials] on the CPU.
 
-    Each trial runs the layers from its own to the last, and the head. Activations stay unquantised.
+    Each trial runs the layers from its own to the last, and the head. Activations stay unquantised. Memory: the hidden
+    states and the fp32 log-probabilities of ``TOKENS`` tokens (2 GB for 128k words).
     """
     with fused_float32_attention(model):
         return _divergences(model, trials, windows[: max(1, TOKENS // windows.shape[1])], progress)
@@ -48,20 +49,27 @@ def divergences(model: Any, trials: Sequence[Trial], windows: torch.Tensor, prog
 def _divergences(model: Any, trials: Sequence[Trial], windows: torch.Tensor, progress: bool) -> torch.Tensor:
     layers = [layer for _, layer in decoder_layers(model)]
     inputs = LayerInputs(model, windows, None)
-    wanted = _final_states(model, layers, inputs, 0)
-    head = linear_weight(model.get_submodule(architecture_of(model).lm_head)).detach()
-    scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
-    found = torch.zeros(len(trials))
+    wanted = [_log_probabilities(model, states) for states in _final_states(model, layers, inputs, 0)]
+    found: list[torch.Tensor | None] = [None] * len(trials)
     for index, layer in enumerate(progress_bar(layers, "measuring bits", progress)):
         for row, (place, trial) in enumerate(trials):
             if place != index:
                 continue
+            total = torch.zeros((), device=wanted[0].device)
             with trial():
-                states = _final_states(model, layers, inputs, index)
-            parts = [head_divergence(s, w, head, scaling) * s.shape[0] for s, w in zip(states, wanted, strict=True)]
-            found[row] = (torch.stack(parts).sum() / sum(s.shape[0] for s in states)).cpu()
+                for target, states in zip(wanted, _final_states(model, layers, inputs, index), strict=True):
+                    total += F.kl_div(_log_probabilities(model, states), target, log_target=True, reduction="sum")
+            found[row] = total / sum(len(target) for target in wanted)
         inputs.advance(index, layer)
-    return found
+    return torch.stack([one for one in found if one is not None]).cpu()
+
+
+def _log_probabilities(model: Any, states: torch.Tensor) -> torch.Tensor:
+    """fp32 [tokens, vocabulary] from outputs of the final norm."""
+    head = linear_weight(model.get_submodule(architecture_of(model).lm_head))
+    scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)  # Granite
+    logits = F.linear(states.flatten(0, 1).to(head), head).float()
+    return F.log_softmax(logits / scaling, -1)
 
 
 def _final_states(model: Any, layers: list[nn.Module], inputs: LayerInputs, start: int) -> list[torch.Tensor]:
