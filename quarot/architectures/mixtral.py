@@ -5,5 +5,7 @@ from quarot.architectures.record import Architecture, Experts
 MIXTRAL = Architecture(
     family="mixtral",
     model_class="MixtralForCausalLM",
-    experts=Experts(module="mlp.experts", router="mlp.gate"),
+    experts=Experts(
+        module="mlp.experts", router="mlp.gate", stored_block="block_sparse_moe", stored=("w1", "w3", "w2")
+    ),
 )

@@ -37,12 +37,16 @@ class Experts:
         router: the router's module; its ``weight`` [experts, hidden] reads the residual stream.
         gate_up: parameter of ``module``, [experts, 2 * intermediate, hidden], gate rows first.
         down: parameter of ``module``, [experts, hidden, intermediate].
+        stored_block: what checkpoints call the MLP of a decoder layer.
+        stored: what they call the gate, up and down projections of an expert, which they keep one by one.
     """
 
     module: str
     router: str
     gate_up: str = "gate_up_proj"
     down: str = "down_proj"
+    stored_block: str = "mlp"
+    stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 def _separate(prefix: str, *parts: str) -> tuple[Projection, ...]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
+
+from quarot.architectures import architecture_of
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
@@ -88,9 +91,12 @@ class Checkpoint:
             model.generation_config = GenerationConfig.from_pretrained(self.folder)
         return model.eval()
 
-    def check_names(self, names: Iterable[str]) -> None:
-        """Raise CannotStream unless every tensor is stored under this very name."""
-        missing = sorted(set(names) - set(self.files))
+    def check_names(self, model: Any) -> None:
+        """Raise CannotStream unless every parameter of the empty model is stored, under names that are known here."""
+        tied = tied_names(model)
+        shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
+        parts = (part for name, shape in shapes.items() for part in self._parts(model, name, shape))
+        missing = sorted({name for part in parts for name in part} - set(self.files))
         if missing:
             raise CannotStream(
                 f"{self.folder} stores no {', '.join(missing[:3])}{', ..' if len(missing) > 3 else ''}:"
@@ -98,43 +104,65 @@ class Checkpoint:
             )
 
     @torch.no_grad()
-    def fill(self, module: nn.Module, names: Iterable[str], prefix: str, device: torch.device) -> None:
-        """Give parameters of ``module`` their stored values, on ``device``, in the dtype they have.
-
-        Args:
-            module: part of the empty model.
-            names: of the parameters, inside it.
-            prefix: in front of them in the checkpoint.
+    def fill(self, model: Any, names: Iterable[str], device: torch.device) -> None:
+        """Give parameters of the empty model their stored values, on ``device``, in the dtype they have.
 
         Raises:
             ValueError: a file is damaged, or a tensor has another shape.
         """
-        by_file: dict[str, list[str]] = {}
+        with ExitStack() as stack:
+            opened: dict[str, Any] = {}
+
+            def stored(name: str) -> torch.Tensor:
+                path = self.folder / self.files[name]
+                try:
+                    if path.name not in opened:
+                        opened[path.name] = stack.enter_context(safe_open(path, framework="pt"))
+                    return opened[path.name].get_tensor(name)
+                except SafetensorError as error:
+                    raise ValueError(f"{path} is damaged or truncated: {error}; download it again") from None
+
+            for name in names:
+                empty = model.get_parameter(name)
+                value = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+                _copy(value, self._parts(model, name, empty.shape), stored)
+                owner = model.get_submodule(name.rpartition(".")[0])
+                owner.register_parameter(name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
+
+    def _parts(self, model: Any, name: str, shape: Sequence[int]) -> list[list[str]]:
+        """The stored tensors that a parameter is made of, by expert and then along the outputs; mostly itself alone."""
+        place = architecture_of(model).experts
+        if name in self.files or place is None:
+            return [[name]]
+        prefix, _, own = name.partition(f".{place.module}.")
+        gate, up, down = place.stored
+        merged = {place.gate_up: (gate, up), place.down: (down,)}.get(own)
+        block = f"{prefix}.{place.stored_block}"
+        if merged is None:
+            return [[name.replace(f".{place.module.split('.')[0]}.", f".{place.stored_block}.")]]
+        return [[f"{block}.experts.{index}.{part}.weight" for part in merged] for index in range(shape[0])]
+
+
+def tied_names(model: Any) -> set[str]:
+    """Names of parameters that are stored under another name."""
+    if not model.config.get_text_config().tie_word_embeddings:
+        return set()
+    return set(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def _copy(value: torch.Tensor, parts: list[list[str]], stored: Callable[[str], torch.Tensor]) -> None:
+    """Fill ``value`` from its parts; each of several fills a slice of the first dimension."""
+    for index, names in enumerate(parts):
+        place, row = value[index] if len(parts) > 1 or value.dim() == 3 else value, 0
         for name in names:
-            by_file.setdefault(self.files[prefix + name], []).append(name)
-        for file, members in by_file.items():
-            try:
-                with safe_open(self.folder / file, framework="pt") as tensors:
-                    for name in members:
-                        _set(module, name, tensors.get_tensor(prefix + name), device, prefix)
-            except OSError:
-                raise
-            except Exception as error:
-                if isinstance(error, (ValueError, torch.OutOfMemoryError)):
-                    raise
-                raise ValueError(f"{self.folder / file} is damaged or truncated: {error}; download it again") from None
-
-
-def _set(module: nn.Module, path: str, value: torch.Tensor, device: torch.device, prefix: str) -> None:
-    place, _, name = path.rpartition(".")
-    owner = module.get_submodule(place)
-    empty = owner.get_parameter(name)
-    if value.shape != empty.shape:
-        raise ValueError(
-            f"{prefix}{path} is {list(value.shape)} in the checkpoint; its config.json says {list(empty.shape)}"
-        )
-    # A copy always: what safetensors returns on a CPU is the file itself, mapped.
-    owner.register_parameter(name, nn.Parameter(value.to(device, empty.dtype, copy=True), requires_grad=False))
+            tensor = stored(name)
+            target = place[row : row + tensor.shape[0]] if len(names) > 1 else place
+            if tensor.shape != target.shape:
+                raise ValueError(
+                    f"{name} is {list(tensor.shape)} in the checkpoint; its config.json says {list(target.shape)}"
+                )
+            target.copy_(tensor)
+            row += tensor.shape[0]
 
 
 def _folder(path: str | os.PathLike[str]) -> Path:

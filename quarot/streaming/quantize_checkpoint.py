@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import os
@@ -17,6 +18,7 @@ from torch import nn
 
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
+from quarot.nn.split_experts import split_experts, split_layer_experts
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.pipeline import needed_windows, quantize_layers, with_findings
 from quarot.quantization.presets import preset_fields
@@ -24,7 +26,7 @@ from quarot.quantization.progress_store import FINGERPRINT, fingerprint
 from quarot.quantization.selection import selected
 from quarot.rotation.checks import check_unquantized, check_values
 from quarot.rotation.rotate import Rotator
-from quarot.streaming.checkpoint import CannotStream, Checkpoint
+from quarot.streaming.checkpoint import CannotStream, Checkpoint, tied_names
 from quarot.streaming.shards import ShardStore
 
 logger = logging.getLogger("quarot")
@@ -64,7 +66,7 @@ def quantize_checkpoint(
     last one, and a folder under the name ``out`` is always a whole checkpoint.
 
     Args:
-        path: a folder with safetensors, or a hub repository, of a dense model of a supported family.
+        path: a folder with safetensors, or a hub repository, of a model of a supported family.
         out: the folder to write; files of an old checkpoint in it are replaced, others stay.
         config, preset, fields, tokenizer, calibration, progress: as in :func:`quarot.quantize_model`; the tokenizer is
             saved with the model.
@@ -76,8 +78,8 @@ def quantize_checkpoint(
         What was done, as ``config.json`` records it.
 
     Raises:
-        CannotStream: it takes the whole model in memory (mixtures of experts, tuning, learned rotations, checkpoints
-            that are not safetensors or that transformers renames); the message says why. Nothing was written.
+        CannotStream: it takes the whole model in memory (tuning, learned rotations, budgets of bits, checkpoints that
+            are not safetensors or that transformers renames); the message says why. Nothing was written.
         NotImplementedError, ValueError: as the functions above; or an unfinished run with other settings is in the way.
     """
     checkpoint = Checkpoint(path)
@@ -85,7 +87,7 @@ def quantize_checkpoint(
     record = architecture_of(model)
     check_unquantized(model)
     config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
-    _check_streamable(model, config)
+    _check_streamable(config)
     where = torch.device(device or "cpu")
     rotator = None if rotation is None else Rotator(model, device=where, **rotation)
     if rotator is None:
@@ -93,19 +95,23 @@ def quantize_checkpoint(
     else:
         config = config.replace(rotation=rotator.plan.to_dict())
     names = [name for name, _ in decoder_layers(model)]
-    place = _Streamed(checkpoint, rotator, where)
-    place.check(model)
+    checkpoint.check_names(model)
+    place = _Streamed(checkpoint, model, rotator, where)
+    described = copy.deepcopy(model) if record.experts is not None else model  # while nothing is in it
     try:
-        place.fill_ends(model)
+        place.fill_ends()
         configs = selected(model, record, config, in_memory=False)
         windows = needed_windows(configs, config, calibration, tokenizer)
+        if described is not model:  # experts are linear layers, with names and settings, once they are split
+            split_experts(described)
+            configs = selected(described, record, config, in_memory=False)
         work = _unfinished(Path(out))
         identity = fingerprint(f"{checkpoint.fingerprint()} {model.dtype} {_matrix(rotation)}", config, windows)
         place.store = ShardStore(work, names, identity)
         clips, _, starved = quantize_layers(model, configs, windows, config, place.store, place, progress)
     finally:
         forget_rounders()
-    place.store.write("", place.ends(model))
+    place.store.write("", place.ends())
     place.store.write_index()
     config = _as_recorded(with_findings(config, clips, starved))
     _write_configuration(model, config, work)
@@ -120,8 +126,8 @@ class _Streamed:
 
     store: ShardStore
 
-    def __init__(self, checkpoint: Checkpoint, rotator: Rotator | None, device: torch.device) -> None:
-        self.checkpoint, self.rotator, self.device = checkpoint, rotator, device
+    def __init__(self, checkpoint: Checkpoint, model: Any, rotator: Rotator | None, device: torch.device) -> None:
+        self.checkpoint, self.model, self.rotator, self.device = checkpoint, model, rotator, device
 
     def needs(self, name: str, calibrated: bool) -> bool:
         """A finished layer only when hidden states have to pass through it."""
@@ -132,25 +138,24 @@ class _Streamed:
         """See :class:`quarot.quantization.pipeline.Place`."""
         prefix = name + "."
         try:
-            self.checkpoint.fill(layer, _parameters(layer), prefix, self.device)
+            self.checkpoint.fill(self.model, [prefix + own for own in _parameters(layer)], self.device)
             check_values(layer, name)
             if self.rotator is not None:
                 self.rotator.rotate_layer(layer)
+            if paths:
+                split_layer_experts(layer, architecture_of(self.model))
             yield
             if not self.store.has(name):
                 self.store.write(name, {prefix + key: tensor for key, tensor in layer.state_dict().items()}, layer)
         finally:
             layer.to("meta")
 
-    def check(self, model: Any) -> None:
-        """Raise CannotStream unless every parameter is in the checkpoint."""
-        self.checkpoint.check_names(name for name in _parameters(model) if name not in _tied(model))
-
-    def fill_ends(self, model: Any) -> None:
+    def fill_ends(self) -> None:
         """Read, check and rotate what is not in a decoder layer: embedding, final norm, head."""
-        layers, tied = architecture_of(model).layers + ".", _tied(model)
+        model = self.model
+        layers, tied = architecture_of(model).layers + ".", tied_names(model)
         ends = [name for name in _parameters(model) if not name.startswith(layers) and name not in tied]
-        self.checkpoint.fill(model, ends, "", self.device)
+        self.checkpoint.fill(model, ends, self.device)
         if tied:
             model.tie_weights()
         for name in ends:
@@ -158,16 +163,13 @@ class _Streamed:
         if self.rotator is not None:
             self.rotator.rotate_ends()
 
-    def ends(self, model: Any) -> dict[str, torch.Tensor]:
+    def ends(self) -> dict[str, torch.Tensor]:
         """What :meth:`fill_ends` read and the pipeline may have changed, by name; tied weights once."""
-        layers = architecture_of(model).layers + "."
-        return {k: v for k, v in model.state_dict().items() if not k.startswith(layers) and k not in _tied(model)}
+        layers, tied = architecture_of(self.model).layers + ".", tied_names(self.model)
+        return {k: v for k, v in self.model.state_dict().items() if not k.startswith(layers) and k not in tied}
 
 
-def _check_streamable(model: Any, config: QuarotConfig) -> None:
-    record = architecture_of(model)
-    if record.experts is not None:
-        raise CannotStream(f"{record.family}: transformers merges the tensors of the experts while loading")
+def _check_streamable(config: QuarotConfig) -> None:
     for name, why in _WHOLE_MODEL.items():
         if getattr(config, name):
             raise CannotStream(f"{name}={getattr(config, name)} {why} the whole model")
@@ -175,13 +177,6 @@ def _check_streamable(model: Any, config: QuarotConfig) -> None:
 
 def _parameters(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters(remove_duplicate=False)]
-
-
-def _tied(model: Any) -> set[str]:
-    """Names of parameters that are stored under another name."""
-    if not model.config.get_text_config().tie_word_embeddings:
-        return set()
-    return set(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def _matrix(rotation: Mapping[str, Any] | None) -> str:
