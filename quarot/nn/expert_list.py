@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
+from quarot.nn.inference_only import inference_only
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
@@ -107,7 +108,7 @@ class ExpertList(nn.Module):
                 parts.append((index, start, start + count))
                 start += count
         if self.integer and not self._hooked(parts):
-            sorted_out = self._run_integer(hidden, token, parts)
+            sorted_out = inference_only("ExpertList", lambda x: self._run_integer(x, token, parts), hidden)
         else:
             sorted_out = torch.cat([self.expert(index, hidden[token[a:b]]) for index, a, b in parts])
         out = torch.empty_like(sorted_out)

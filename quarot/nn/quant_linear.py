@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from quarot.config import QuarotConfig
+from quarot.nn.inference_only import inference_only
 from quarot.ops.float32_matmul import float32_matmul
 from quarot.ops.gemm_w4a4 import gemm_w4a4
 from quarot.ops.gemm_w8a8 import gemm_w8a8
@@ -130,10 +131,13 @@ class QuantLinear(nn.Module):
         return dequantize(self.codes(), self.weight_scale, self.weight_zero)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., K] -> [..., N] in the dtype of x."""
-        shape = (*x.shape[:-1], self.out_features)
+        """[..., K] -> [..., N] in the dtype of x; with a gradient only where activations are not quantised."""
         if self.a_bits == 16:
             return F.linear(self._rotate(x), self.dequantize().to(x.dtype), self.bias)
+        return inference_only("QuantLinear", self._forward_integers, x)
+
+    def _forward_integers(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:-1], self.out_features)
         if self.a_group_size is not None:
             return self._forward_activation_groups(x).view(shape)
         codes, scale = self.quantize_input(x)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from quarot.integrations import flashinfer
 from quarot.integrations.transformers.plain_attention import plain_attention
+from quarot.nn.inference_only import refuse_gradient
 from quarot.nn.kv_format import KVFormat
 from quarot.nn.page_table import Step, new_positions
 from quarot.nn.partial_attention import attend, merge
@@ -46,12 +47,14 @@ def quarot_attention(
     refuse_unsupported(kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if isinstance(key, KVHandle):
-        return cached_attention(module, query, key, attention_mask, scale, sliding_window or 0), None
+        out = cached_attention(module, query, key, attention_mask, scale, sliding_window or 0)
+        return refuse_gradient("attention over a quantised KV cache", query, out), None
     assert isinstance(value, Tensor)
     kv_format: KVFormat | None = getattr(module, "quarot_kv_format", None)
     if kv_format is not None and kv_format.quantizes:
         query = kv_format.rotate_heads(query)
-        key, value = kv_format.simulate(key, value)
+        rounded, value = kv_format.simulate(key, value)
+        key = refuse_gradient("attention over a quantised KV cache", key, rounded)
     return plain_attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scale, is_causal=kwargs.get("is_causal")
     )
