@@ -17,7 +17,9 @@ from torch import nn
 from quarot.architectures import architecture_of
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
-_HALVES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+_OTHER_COPIES = ["consolidated*", "original/*"]
+"""Where some repositories keep the weights a second time, in their authors' own format."""
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 class CannotStream(NotImplementedError):
@@ -74,8 +76,8 @@ class Checkpoint:
         for name, file in self.files.items():
             with safe_open(self.folder / file, framework="pt") as tensors:
                 kind = tensors.get_slice(name).get_dtype()
-            if kind in _HALVES:
-                return _HALVES[kind]
+            if kind in _DTYPES:
+                return _DTYPES[kind]
         return torch.get_default_dtype()
 
     def empty_model(self, dtype: torch.dtype | str = "auto") -> Any:
@@ -171,6 +173,10 @@ def _folder(path: str | os.PathLike[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(os.fspath(path), allow_patterns=["*.json", "*.safetensors"]))
+        return Path(
+            snapshot_download(
+                os.fspath(path), allow_patterns=["*.json", "*.safetensors"], ignore_patterns=_OTHER_COPIES
+            )
+        )
     except (OSError, ValueError) as error:
         raise CannotStream(f"{path} is no folder, and downloading it failed: {error}") from None
