@@ -11,6 +11,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 #include "device/launch.cuh"
 #include "kv_cache/kv_append.h"
 #include "kv_cache/quantize_group.cuh"
@@ -24,7 +26,7 @@ constexpr int kRowsPerWarp = 4;
 
 // The block of a slot and head.
 template <typename Params>
-__device__ __forceinline__ std::uint8_t* slot_block(const Params& p, int slot, int head, int block_bytes) {
+__device__ __forceinline__ auto slot_block(const Params& p, int slot, int head, int block_bytes) -> decltype(p.pool) {
     const unsigned block = static_cast<unsigned>(slot) / kBlockTokens, page = block / p.page_blocks;
     return p.pool + (static_cast<std::int64_t>(page * p.kv_heads + head) * p.page_blocks + block % p.page_blocks) *
                         block_bytes;
@@ -51,50 +53,42 @@ __device__ __forceinline__ float2 widen(std::uint32_t x, DType dtype) {
     return {__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)};
 }
 
-// A lane's share of a row in the final distribution: x[2 I + e] = dim 16 I + 2 place + e. All loads before any use.
-template <int D>
-__device__ __forceinline__ void load_row(const void* row, DType dtype, int place, float (&x)[D / 8]) {
+// x[Run i + e] = element first + stride i + e of a row, i < Count: one load a run (two in float32), all before any use.
+template <int Count, int Run>
+__device__ __forceinline__ void load_runs(const void* row, DType dtype, int first, int stride, float (&x)[Count * Run]) {
     if (dtype == DType::kFloat32) {
+        using Part = std::conditional_t<Run == 2, float2, float4>;
+        constexpr int kPart = sizeof(Part) / 4;
 #pragma unroll
-        for (int i = 0; i < D / 16; ++i)
-            *reinterpret_cast<float2*>(x + 2 * i) =
-                *reinterpret_cast<const float2*>(static_cast<const float*>(row) + 16 * i + 2 * place);
+        for (int i = 0; i < Count * Run; i += kPart)
+            *reinterpret_cast<Part*>(x + i) = *reinterpret_cast<const Part*>(static_cast<const float*>(row) + first +
+                                                                            stride * (i / Run) + i % Run);
         return;
     }
-    std::uint32_t raw[D / 16];
+    constexpr int kWords = Run / 2;
+    using Part = std::conditional_t<Run == 2, std::uint32_t, std::conditional_t<Run == 4, uint2, uint4>>;
+    alignas(16) std::uint32_t raw[Count * kWords];
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i)
-        raw[i] = *reinterpret_cast<const std::uint32_t*>(static_cast<const std::uint16_t*>(row) + 16 * i + 2 * place);
+    for (int i = 0; i < Count; ++i)
+        *reinterpret_cast<Part*>(raw + i * kWords) =
+            *reinterpret_cast<const Part*>(static_cast<const std::uint16_t*>(row) + first + stride * i);
 #pragma unroll
-    for (int i = 0; i < D / 16; ++i) {
+    for (int i = 0; i < Count * kWords; ++i) {
         const float2 two = widen(raw[i], dtype);
         x[2 * i] = two.x, x[2 * i + 1] = two.y;
     }
 }
 
+// A lane's share of a row in the final distribution: x[2 I + e] = dim 16 I + 2 place + e.
+template <int D>
+__device__ __forceinline__ void load_row(const void* row, DType dtype, int place, float (&x)[D / 8]) {
+    load_runs<D / 16, 2>(row, dtype, 2 * place, 16, x);
+}
+
 // D/8 consecutive dims of a row: x[j] = dim D/8 * place + j.
 template <int D>
 __device__ __forceinline__ void load_run(const void* row, DType dtype, int place, float (&x)[D / 8]) {
-    if (dtype == DType::kFloat32) {
-#pragma unroll
-        for (int i = 0; i < D / 8; i += 4)
-            *reinterpret_cast<float4*>(x + i) =
-                *reinterpret_cast<const float4*>(static_cast<const float*>(row) + D / 8 * place + i);
-        return;
-    }
-    uint4 raw[D / 64];
-#pragma unroll
-    for (int i = 0; i < D / 64; ++i)
-        raw[i] = *reinterpret_cast<const uint4*>(static_cast<const std::uint16_t*>(row) + D / 8 * place + 8 * i);
-#pragma unroll
-    for (int i = 0; i < D / 64; ++i) {
-        const std::uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            const float2 two = widen(words[j], dtype);
-            x[8 * i + 2 * j] = two.x, x[8 * i + 2 * j + 1] = two.y;
-        }
-    }
+    load_runs<D / 64, 8>(row, dtype, D / 8 * place, 8, x);
 }
 
 // Register that holds dims 16 I + 2 lane + e after the exchanges: register bits 1, 2, 3 stand for dim bits L, L+1, L+2

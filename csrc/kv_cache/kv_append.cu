@@ -5,6 +5,7 @@
 #include "attention/rotate_query.cuh"
 #include "device/launch.cuh"
 #include "kv_cache/append_rows.cuh"
+#include "kv_cache/append_tile.cuh"
 #include "kv_cache/layout.cuh"
 #include "kv_cache/quantize_group.cuh"
 
@@ -90,9 +91,20 @@ __global__ void __launch_bounds__(32 * kGenericWarps) append_generic_kernel(cons
                     [&](int dim) -> unsigned { return codes[dim] >> 2; });
 }
 
+// From this many tokens on a warp takes 8 of them; below, 4: more warps, each shorter.
+constexpr int kTileFrom = 64;
+
 template <int D, int Bits, int Groups>
 cudaError_t launch_rows(const AppendParams& p, cudaStream_t stream) {
     constexpr int kWarps = 4;
+    if constexpr (D <= 128 && Bits >= 4 && D / Groups >= 32) {
+        if (p.tokens >= kTileFrom) {
+            constexpr int kTokens = kWarps * kTileTokens;
+            const auto blocks = static_cast<unsigned>((p.tokens + kTokens - 1) / kTokens);
+            return launch(append_tile_kernel<D, Bits, Groups, kWarps>, dim3(blocks, p.kv_heads, 2), dim3(32 * kWarps), 0,
+                          stream, p);
+        }
+    }
     constexpr int kTokens = kWarps * kRowsPerWarp;
     const auto blocks = static_cast<unsigned>((p.tokens + kTokens - 1) / kTokens);
     return launch(append_rows_kernel<D, Bits, Groups, kWarps>, dim3(blocks, p.kv_heads, 2), dim3(32 * kWarps), 0,

@@ -32,8 +32,9 @@ __device__ __forceinline__ float divide_by_levels(float a) {
 template <int Bits>
 struct GroupQuantizer {
     static constexpr int kLevels = (1 << Bits) - 1;
+    static constexpr float kRange = 1 << Bits;
     __half scale, offset;
-    float wide_offset, inverse;  // inverse 0: all codes are 0
+    float wide_offset, inverse;  // 1 / (s * 2^Bits); 0: all codes are 0
 
     __device__ __forceinline__ GroupQuantizer(float low, float high, float clip) {
         constexpr float kMax = 65504.0f, kLargest = 3.40282347e38f;
@@ -47,14 +48,15 @@ struct GroupQuantizer {
         if (broken) scale = offset = __ushort_as_half(0x7e00);
         const float wide_scale = __half2float(scale);
         wide_offset = __half2float(offset);
-        // Rounded to the nearest; scales are fp16, so 1 / s is normal.
-        inverse = wide_scale > 0.0f ? __frcp_rn(wide_scale) : 0.0f;
+        // Rounded to the nearest; scales are fp16, so 1 / s is normal, and a power of two changes no rounding.
+        inverse = wide_scale > 0.0f ? __frcp_rn(wide_scale) * (1.0f / kRange) : 0.0f;
     }
 
-    // kRoundingBits + code. With inverse 0 (or NaN: fmaxf drops it) the code is 0.
+    // kRoundingBits + code. Saturation clamps below for nothing, and turns the NaN of an infinity times 0 into code 0.
     __device__ __forceinline__ unsigned rounded_bits(float x) const {
-        const float scaled = __fmul_rn(__fsub_rn(x, wide_offset), inverse);
-        return __float_as_uint(__fadd_rn(fminf(fmaxf(scaled, 0.0f), static_cast<float>(kLevels)), kRounding));
+        float part;  // of the range 2^Bits
+        asm("mul.rn.sat.f32 %0, %1, %2;" : "=f"(part) : "f"(__fsub_rn(x, wide_offset)), "f"(inverse));
+        return __float_as_uint(__fmaf_rn(fminf(part, kLevels / kRange), kRange, kRounding));
     }
 
     __device__ __forceinline__ unsigned code(float x) const { return rounded_bits(x) - kRoundingBits; }

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 
 from quarot.integrations import flashinfer
 from quarot.precision import tf32
@@ -53,9 +54,9 @@ def attend(
         causal: query t sees keys 0 .. t (S = T).
         visible: bool, broadcastable to [B, 1, T, S]: which keys a query sees; not with ``causal``.
 
-    Without ``visible`` FlashInfer serves where it is installed, else PyTorch's flash kernel; with it, PyTorch's
-    memory-efficient kernel; elsewhere (a CPU, float64) plain float32 matrix products. None of them forms more than
-    2^24 scores at once.
+    Without ``visible`` FlashInfer serves where it is installed, else cuDNN or PyTorch's flash kernel; with it,
+    PyTorch's memory-efficient kernel; elsewhere (a CPU, float64) plain float32 matrix products. None of them forms
+    more than 2^24 scores at once.
     """
     served = flashinfer.attend(query, key, value, scale, causal) if visible is None else None
     if served is not None:
@@ -64,10 +65,20 @@ def attend(
         return _blocks(_plain, query, key, value, scale, causal, visible)
     key, value = (_every_head(x, query.shape[1]) for x in (key, value))
     if visible is None and query.dtype != torch.float32:
+        return _unmasked(query, key, value, scale, causal)
+    return _blocks(_efficient, query, key, value, scale, causal, visible)
+
+
+def _unmasked(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Partial:
+    """PyTorch's own choice between cuDNN (twice as fast on Hopper) and its flash kernel."""
+    chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale)
+    if chosen == SDPBackend.CUDNN_ATTENTION.value:
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+        out, lse = cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)[:2]
+    else:
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
         out, lse = flash(query, key, value, 0.0, causal, scale=scale)[:2]
-        return Partial(out, lse * _LOG2_E)
-    return _blocks(_efficient, query, key, value, scale, causal, visible)
+    return Partial(out, lse.reshape(query.shape[:3]) * _LOG2_E)
 
 
 def _every_head(x: Tensor, heads: int) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from quarot.nn.growing_buffer import GrowingBuffer, step_bytes
 from quarot.nn.kv_format import KVFormat, arguments, token_major
 from quarot.nn.page_table import GrowingTable, StaticTable, Step, slots_of
 from quarot.nn.partial_attention import Partial, attend, merge
@@ -47,18 +48,21 @@ class QuantKVLayer(CacheLayerMixin):
     is_croppable = True
     is_sliding = False  # a window is applied when reading; nothing is thrown away, so every crop is possible
 
-    PACKED_ROWS = 256
+    PACKED_ROWS = 128
     """Up to this many queries (tokens x heads of a kv head) attend to a past through the decode kernel."""
     BLOCK_ELEMENTS = 1 << 26
     """Keys (and as many values) of a past that are dequantised at once for more of them ..."""
     LEAST_BLOCK = 1024
     """... but at least this many tokens a row, or merging the parts takes longer than computing them."""
 
-    def __init__(self, table: GrowingTable | StaticTable, kv_format: KVFormat, first: bool) -> None:
+    def __init__(
+        self, table: GrowingTable | StaticTable, kv_format: KVFormat, first: bool, offloads: bool = False
+    ) -> None:
         super().__init__()
-        self.table, self.format, self.first = table, kv_format, first
+        self.table, self.format, self.first, self.offloads = table, kv_format, first, offloads
         self.is_compileable = isinstance(table, StaticTable)
         self.pool: Tensor | None = None
+        self.buffer: GrowingBuffer | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Take shapes, dtype and device from the first keys [B, kv_heads, T, D]; allocate when the size is fixed."""
@@ -166,7 +170,7 @@ class QuantKVLayer(CacheLayerMixin):
     def _allocate(self, pages: int) -> Tensor:
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)
         try:
-            return torch.empty(shape, dtype=torch.uint8, device=self.device)
+            return self._memory(math.prod(shape)).view(shape)
         except RuntimeError as error:
             # CPUs have no exception of their own for it; any other failure of a GPU must not pass for this one.
             if not isinstance(error, torch.OutOfMemoryError) and "allocate" not in str(error):
@@ -178,14 +182,25 @@ class QuantKVLayer(CacheLayerMixin):
                 "rows, crop() or reset() it, or offloading=True"
             ) from error
 
+    def _memory(self, nbytes: int) -> Tensor:
+        """Bytes for the pool. A pool that grows on a GPU gets memory that grows in place where it is worth it: not
+        below a mapping step, not for the size that was reserved, not where pages travel to the CPU anyway."""
+        step = 0 if isinstance(self.table, StaticTable) or self.offloads else step_bytes(self.device)
+        reserved = self.pool is None and isinstance(self.table, GrowingTable) and self.table.reserve > 0
+        if not step or nbytes < step or (reserved and self.buffer is None):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if self.buffer is None:
+            self.buffer = GrowingBuffer(self.device)
+        return self.buffer.tensor(nbytes)
+
     def make_room(self, step: Step) -> None:
-        """A larger pool when pages were added (whole pages move, ids stay), and copies of pages no longer shared."""
+        """A larger pool when pages were added (ids stay, see :meth:`_memory`), and copies of pages no longer shared."""
         if isinstance(self.table, StaticTable):
             return
         have = 0 if self.pool is None else self.pool.shape[0]
         if have < step.pages:
             pool = self._allocate(step.pages)
-            if self.pool is not None:
+            if self.pool is not None and self.pool.data_ptr() != pool.data_ptr():
                 pool[:have].copy_(self.pool)
             self.pool = pool
         if step.copies is not None:
@@ -301,7 +316,7 @@ class QuantKVCache(Cache):
             if max_batch is None or max_length is None
             else StaticTable(page_size, max_batch, max_length)
         )
-        layers = [QuantKVLayer(self.table, formats[index], index == 0) for index in range(count)]
+        layers = [QuantKVLayer(self.table, formats[index], index == 0, offloading) for index in range(count)]
         super().__init__(layers=layers)
 
     @property

@@ -116,8 +116,9 @@ class DecodeGraph:
 
 
 def addresses(cache: QuantKVCache) -> tuple[int, ...]:
-    """Where the pages of every layer are."""
-    return tuple(0 if layer.pool is None else layer.pool.data_ptr() for layer in cache.layers)
+    """Where the pages of every layer begin and end: a pool may grow in place."""
+    pools = [layer.pool for layer in cache.layers if layer.pool is not None]
+    return tuple(number for pool in pools for number in (pool.data_ptr(), pool.numel()))
 
 
 def graph_for(fused: FusedDecoder, cache: QuantKVCache, step: Step, batch: int) -> DecodeGraph | None:

@@ -126,6 +126,24 @@ def test_any_slots(name: str, slots: torch.Tensor) -> None:
     _check(FORMATS[name], torch.float16, slots)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize(
+    "name", ["paper", "no_rotation", "groups_64", "groups_32", "smollm", "smollm_32", "int8", "int8_64"]
+)
+@pytest.mark.parametrize(
+    "slots",
+    [
+        torch.arange(64),
+        torch.arange(131) + 7,  # odd start: the two tokens of a word come from two warps or two tiles
+        torch.cat([torch.arange(40), torch.full((5,), -1), torch.arange(70) + 45]),
+        torch.randperm(300, generator=torch.Generator().manual_seed(4))[:150],
+    ],
+    ids=["aligned", "odd_start", "skipped", "random"],
+)
+def test_tiles_at_any_slots(slots: torch.Tensor, name: str, dtype: torch.dtype) -> None:
+    _check(FORMATS[name], dtype, slots)
+
+
 def test_views_of_a_fused_projection() -> None:
     heads, dim = 2, 128
     layout = KVLayout(dim)
@@ -159,7 +177,8 @@ def test_gather_is_bit_equal(name: str, dtype: torch.dtype) -> None:
     dim, key_bits, value_bits, key_group, value_group = FORMATS[name][:5]
     layout = KVLayout(dim, key_bits, value_bits, key_group, value_group)
     pool = torch.randint(0, 100, layout.pool_shape(3, 2, 32), dtype=torch.uint8)  # below 0x7c: no NaN or inf params
-    slots = torch.tensor([0, 17, 95, -1, 64, 33])
+    generator = torch.Generator().manual_seed(5)
+    slots = torch.cat([torch.tensor([0, 17, 95, -1, 64, 33]), torch.randperm(96, generator=generator)[:45]])
     rest = (key_bits, value_bits, key_group, value_group, dtype)
     expected = gather_op._reference(pool, slots, *rest)
     for actual, reference in zip(torch.ops.quarot.kv_gather(pool.cuda(), slots.cuda(), *rest), expected, strict=True):

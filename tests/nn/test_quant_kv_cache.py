@@ -489,3 +489,31 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(padded, window, monkeypat
             quarot_attention(Attention(), torch.cat([key, value], 1), *handles, mask, sliding_window=window or None)
         most.append(largest.most)
     assert most[0] == most[1]
+
+
+class FakeBuffer:
+    """Memory that grows in place, as csrc/memory gives on a GPU."""
+
+    def __init__(self, device):
+        self.memory = torch.zeros(1 << 20, dtype=torch.uint8, device=device)
+
+    def tensor(self, nbytes):
+        return self.memory[:nbytes]
+
+
+def test_growing_copies_nothing_where_memory_can_grow(monkeypatch):
+    monkeypatch.setattr("quarot.nn.quant_kv_cache.step_bytes", lambda device: 4096)
+    monkeypatch.setattr("quarot.nn.quant_kv_cache.GrowingBuffer", FakeBuffer)
+    cache, fresh = new_cache(), new_cache(reserve=400)
+    key, value = tokens(2, 300)
+    push(cache, key[:, :, :100], value[:, :, :100])
+    places = [layer.pool.data_ptr() for layer in cache.layers]
+    pages = cache.layers[0].pool.shape[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", lambda *args: pytest.fail("the past was copied"))
+        push(cache, key[:, :, 100:], value[:, :, 100:])
+    assert cache.layers[0].pool.shape[0] > pages
+    assert [layer.pool.data_ptr() for layer in cache.layers] == places
+    push(fresh, key, value)
+    assert same(cache, fresh)
+    assert fresh.layers[0].buffer is None  # what was reserved needs no growing
