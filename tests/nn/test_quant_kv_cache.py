@@ -11,6 +11,7 @@ from transformers import LlamaConfig
 
 from quarot import QuantKVCache
 from quarot.integrations.transformers.attention import quarot_attention
+from quarot.nn.growing_buffer import GrowingBuffer
 from quarot.nn.quant_kv_cache import QuantKVLayer
 
 HEADS, DIM, LAYERS = 2, 32, 2
@@ -517,3 +518,7 @@ def test_growing_copies_nothing_where_memory_can_grow(monkeypatch):
     push(fresh, key, value)
     assert same(cache, fresh)
     assert fresh.layers[0].buffer is None  # what was reserved needs no growing
+
+
+def test_a_copy_of_a_growing_buffer_is_no_buffer():
+    assert copy.deepcopy(GrowingBuffer.__new__(GrowingBuffer)) is None
