@@ -27,7 +27,7 @@ struct Work {
 
     __device__ __forceinline__ bool operator==(const Work& other) const {
         return sequence == other.sequence && length == other.length && column == other.column &&
-               split == other.split && splits == other.splits;
+               split == other.split && splits == other.splits && base == other.base && items == other.items;
     }
 };
 
@@ -35,6 +35,11 @@ struct Work {
 __device__ __forceinline__ int load_length(const DecodeParams& p, int row) {
     const int length = *reinterpret_cast<const volatile int*>(p.lengths + row);
     return min(max(length, 0), p.max_pages * p.page_blocks * 16);
+}
+
+// A lane's share of the lengths of a batch of up to a warp's width: equal on all lanes means that no item has changed.
+__device__ __forceinline__ int lane_length(const DecodeParams& p, int lane) {
+    return lane < p.batch ? load_length(p, lane) : 0;
 }
 
 __device__ __forceinline__ int first_stage(const DecodeParams& p, int length, int stage_tokens) {
