@@ -35,7 +35,6 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
     const Ring ring(my_ring, mbarriers + warp * stages, stages, C::kStageBytes, lane);
     unsigned parities = 0;  // bit = parity the next wait on that slot looks for
 
-    const int length_before = lane_length(p, lane);
     for (int k = 0;; ++k) {
         Work work = find_work(p, item_index(k), C::kStageTokens, lane);
         int ids = PageIds<C>::load(p, work, 0, warp, warps, lane);
@@ -76,7 +75,7 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
             while (issued < stages) issue_next(issued);  // as looked up before: what follows only confirms it
             load_my_query();
             const int ids_now = PageIds<C>::load(p, work, 0, warp, warps, lane);
-            const bool same = p.batch <= 32 && !__any_sync(kFullWarp, lane_length(p, lane) != length_before);
+            const bool same = p.batch == 1 && load_length(p, 0) == work.length;
             const Work now = same ? work : find_work(p, item_index(0), C::kStageTokens, lane);
             if (__any_sync(kFullWarp, !(now == work) || ids_now != ids)) {
                 const int filled = max(0, min(issued, (work.last - stage_of(0) + warps - 1) / warps));

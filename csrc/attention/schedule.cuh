@@ -37,11 +37,6 @@ __device__ __forceinline__ int load_length(const DecodeParams& p, int row) {
     return min(max(length, 0), p.max_pages * p.page_blocks * 16);
 }
 
-// A lane's share of the lengths of a batch of up to a warp's width: equal on all lanes means that no item has changed.
-__device__ __forceinline__ int lane_length(const DecodeParams& p, int lane) {
-    return lane < p.batch ? load_length(p, lane) : 0;
-}
-
 __device__ __forceinline__ int first_stage(const DecodeParams& p, int length, int stage_tokens) {
     return p.window > 0 ? max(0, length - p.tokens + 1 - p.window) / stage_tokens : 0;
 }
