@@ -137,7 +137,7 @@ def test_chunk_equals_dense_attention(path, padded, window, monkeypatch):
 def test_memory_of_a_chunk_does_not_grow_with_the_past(window, monkeypatch):
     monkeypatch.setattr(QuantKVLayer, "BLOCK_ELEMENTS", 4096 * 8 * DIM)
     peaks = []
-    for past in (8192, 65536):
+    for past in (16384, 65536):  # 4 and 16 blocks
         cache = new_cache(reserve=past + 2048)
         for start in range(0, past, 8192):
             push(cache, *tokens(1, 8192, start))
