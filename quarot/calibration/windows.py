@@ -27,7 +27,7 @@ def calibration_windows(calibration: Any, tokenizer: Any, *, samples: int, lengt
         ValueError: nothing to draw from, or fewer than ``length + 1`` tokens.
         TypeError: a kind of calibration data that is not listed above, or text without a tokenizer.
     """
-    if isinstance(calibration, torch.Tensor) and calibration.dim() == 2 and not calibration.is_floating_point():
+    if isinstance(calibration, torch.Tensor) and calibration.dim() == 2 and _holds_ids(calibration):
         if not calibration.numel():
             raise ValueError(f"calibration ids of shape {tuple(calibration.shape)} hold no tokens")
         return calibration.long().cpu()
@@ -36,6 +36,7 @@ def calibration_windows(calibration: Any, tokenizer: Any, *, samples: int, lengt
         raise ValueError(
             f"the calibration text has {ids.numel()} tokens; windows of calibration_length={length} need at least"
             f" {length + 1}: give more text, or set calibration_length to {max(ids.numel() - 1, 1)} or less"
+            f"{_perhaps_a_path(calibration)}"
             if ids.numel() > 1
             else "the calibration text is empty: give some text, or quantise without calibration (w_method='rtn')"
         )
@@ -44,9 +45,19 @@ def calibration_windows(calibration: Any, tokenizer: Any, *, samples: int, lengt
     return torch.stack([ids[start : start + length] for start in starts])
 
 
+def check_token_ids(model: Any, ids: torch.Tensor) -> None:
+    """Raise ValueError where ids are outside the model's vocabulary: on a GPU such an index ends the process."""
+    size = model.get_input_embeddings().weight.shape[0]
+    low, high = (int(bound) for bound in ids.aminmax()) if ids.numel() else (0, 0)
+    if low < 0 or high >= size:
+        raise ValueError(
+            f"token ids from {low} to {high} do not fit a vocabulary of {size}; is the tokenizer that of this model?"
+        )
+
+
 def _token_ids(calibration: Any, tokenizer: Any) -> torch.Tensor:
     if isinstance(calibration, torch.Tensor):
-        if calibration.dim() != 1 or calibration.is_floating_point():
+        if calibration.dim() != 1 or not _holds_ids(calibration):
             raise TypeError(
                 f"calibration ids must be integers of shape [n] or [windows, length], got"
                 f" {calibration.dtype} {tuple(calibration.shape)}"
@@ -77,6 +88,15 @@ def _text(calibration: Any) -> str:
             return _JOINT.join(parts)
     kind = type(calibration).__name__
     raise TypeError(f"calibration must be text, texts, a path, a dataset or token ids, not {kind}")
+
+
+def _holds_ids(tensor: torch.Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def _perhaps_a_path(calibration: Any) -> str:
+    short = isinstance(calibration, str) and len(calibration) < 200 and "\n" not in calibration
+    return f" ({calibration!r} is taken as the text itself: there is no such file)" if short else ""
 
 
 def _is_file(text: str) -> bool:

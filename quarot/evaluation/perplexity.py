@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from quarot.calibration.windows import check_token_ids
 from quarot.integrations.transformers.plain_attention import fused_float32_attention
 from quarot.memory import out_of_memory
 from quarot.progress import progress_bar
@@ -85,6 +86,7 @@ def perplexity(
     if window < 2 or batch_size < 1 or (max_windows is not None and max_windows < 1):
         raise ValueError(f"window={window} must be at least 2, batch_size={batch_size} and max_windows={max_windows} 1")
     ids = _ids(tokenizer, text)
+    check_token_ids(model, ids)
     count = len(ids) // window
     if count == 0:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of {window}: pass window={len(ids)}")

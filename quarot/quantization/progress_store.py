@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -54,7 +56,10 @@ class ProgressStore:
 
     def load_tensors(self, name: str) -> dict[str, torch.Tensor] | None:
         """What :meth:`save_tensors` wrote under that name, or None."""
-        return load_file(self._path(name)) if self._path(name).exists() else None
+        if not self._path(name).exists():
+            return None
+        with intact(self._path(name)):
+            return load_file(self._path(name))
 
     def save_tensors(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         """Write tensors that belong to no layer."""
@@ -64,7 +69,7 @@ class ProgressStore:
         """The layer of that name, or None when it is not finished."""
         if not self._path(name).exists():
             return None
-        with safe_open(self._path(name), framework="pt") as file:
+        with intact(self._path(name)), safe_open(self._path(name), framework="pt") as file:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
             clips, starved = (json.loads(file.metadata()[key]) for key in ("clips", "starved"))
 
@@ -90,12 +95,24 @@ class ProgressStore:
         os.replace(temporary, self._path(name))
 
 
+@contextmanager
+def intact(path: Path) -> Iterator[None]:
+    """Reading a file of an interrupted run: whatever is wrong with it becomes a ValueError with the way out."""
+    try:
+        yield
+    except (SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is damaged ({error}); delete it and run again, what it held is computed anew"
+        ) from None
+
+
 def check_fingerprint(folder: Path, fingerprint: dict[str, str]) -> None:
     """Make a folder of this run out of a new one; raise ValueError where it belongs to another run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FINGERPRINT
     if path.exists():
-        found = json.loads(path.read_text())
+        with intact(path):
+            found = dict(json.loads(path.read_text()))
         differing = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
         if differing:
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 
 from quarot.architectures import Architecture, architecture_of, decoder_layers, geometry
 from quarot.calibration.resampling import resampled_windows
-from quarot.calibration.windows import calibration_windows
+from quarot.calibration.windows import calibration_windows, check_token_ids
 from quarot.config import QuarotConfig
 from quarot.memory import out_of_memory
 from quarot.nn.split_experts import merge_experts, split_experts
@@ -24,6 +24,7 @@ from quarot.quantization.presets import preset_fields
 from quarot.quantization.progress_store import ProgressStore, fingerprint, weights_hash
 from quarot.quantization.rollback import Rollback
 from quarot.quantization.selection import selected
+from quarot.rotation.checks import check_values
 from quarot.rotation.refinement import Refinement
 
 logger = logging.getLogger("quarot")
@@ -72,7 +73,7 @@ def quantize_model(
     Raises:
         NotImplementedError: a family that is not supported, or tuning a mixture of experts.
         ValueError: already quantised, widths or groups that do not fit (naming the layer), no or too little calibration
-            text, NaN weights (naming the layer), or a ``resume_dir`` of another run.
+            text, NaN weights (by name), or a ``resume_dir`` of another run.
 
     Whatever is raised, running out of memory and an interrupt included, the model is left as it was, and the same call
     may be made again.
@@ -92,6 +93,7 @@ def quantize_model(
 def _experts_split(model: Any, record: Architecture, config: QuarotConfig) -> Iterator[None]:
     """Experts as linear layers, from here on where they are quantised; merged again where that fails."""
     selected(model, record, config)  # what it refuses has changed nothing
+    check_values(model, offloaded=True)
     try:
         if record.experts is not None and config.rounds_linears:
             split_experts(model)
@@ -114,6 +116,8 @@ def _quantize(
 ) -> None:
     configs = selected(model, record, config)
     windows = needed_windows(configs, config, calibration, tokenizer)
+    if windows is not None:
+        check_token_ids(model, windows)
     store = None if resume_dir is None else ProgressStore(resume_dir, fingerprint(weights_hash(model), config, windows))
     rollback = Rollback(model, configs)
     training = model.training

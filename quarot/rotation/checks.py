@@ -112,20 +112,32 @@ def _check_sharing(model: nn.Module, record: Architecture) -> None:
             raise NotImplementedError(f"{name} and {other} share one weight, which cannot be rotated for both")
 
 
-def check_values(module: nn.Module, prefix: str = "") -> None:
+WIDE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes whose values are the weights themselves."""
+
+
+def check_values(module: nn.Module, prefix: str = "", offloaded: bool = False) -> None:
     """Check the weights of a model, or of a part of it whose names begin with ``prefix``.
 
+    Args:
+        offloaded: weights on the meta device are passed over, not refused.
+
     Raises:
-        ValueError: a weight is on the meta device or offloaded, or holds NaN or infinity.
+        ValueError: a weight is on the meta device or offloaded, holds NaN or infinity, or is of 8 bits or fewer.
     """
     for name, parameter in module.named_parameters(prefix):
-        if parameter.device.type == "meta":
+        if parameter.dtype not in WIDE:
+            raise ValueError(
+                f"{name} is {parameter.dtype}, codes that mean nothing without their scales; load or save the model in "
+                "bfloat16 first"
+            )
+        if not offloaded and parameter.device.type == "meta":
             raise ValueError(
                 f"{name} is on the meta device (not loaded, or offloaded by accelerate); load the model into memory "
                 f"(device_map='cpu') and pass device='cuda' to rotate on the GPU"
             )
     for name, parameter in module.named_parameters(prefix):
-        if parameter.numel() == 0:
+        if parameter.numel() == 0 or parameter.is_meta:
             continue
         low, high = parameter.detach().aminmax()
         if not torch.isfinite(torch.stack((low, high)).float()).all():

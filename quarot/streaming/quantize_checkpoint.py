@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from quarot.architectures import architecture_of, decoder_layers
+from quarot.calibration.windows import check_token_ids
 from quarot.config import QuarotConfig
 from quarot.nn.split_experts import split_experts, split_layer_experts
 from quarot.quantization.gptq_block import forget_rounders
@@ -102,6 +103,8 @@ def quantize_checkpoint(
         place.fill_ends()
         configs = selected(model, record, config, in_memory=False)
         windows = needed_windows(configs, config, calibration, tokenizer)
+        if windows is not None:
+            check_token_ids(model, windows)
         if described is not model:  # experts are linear layers, with names and settings, once they are split
             split_experts(described)
             configs = selected(described, record, config, in_memory=False)

@@ -19,7 +19,7 @@ from torch import nn
 from quarot.nn.quant_linear import QuantLinear
 from quarot.quantization import storage
 from quarot.quantization.grid import QuantizedWeight
-from quarot.quantization.progress_store import FinishedLayer, check_fingerprint
+from quarot.quantization.progress_store import FinishedLayer, check_fingerprint, intact
 
 
 class ShardStore:
@@ -72,7 +72,7 @@ class ShardStore:
         if not self.has(name):
             return None
         results, biases = {}, {}
-        with safe_open(self.path(name), framework="pt") as file:
+        with intact(self.path(name)), safe_open(self.path(name), framework="pt") as file:
             notes = json.loads(file.metadata()["quarot"])
             stored = set(file.keys())
 
@@ -99,7 +99,7 @@ class ShardStore:
         for name in self._places:
             if not self.has(name):
                 raise RuntimeError(f"{self.path(name)} was never written")
-            with safe_open(self.path(name), framework="pt") as file:
+            with intact(self.path(name)), safe_open(self.path(name), framework="pt") as file:
                 places |= dict.fromkeys(file.keys(), self.path(name).name)
             total += self.path(name).stat().st_size
         index: dict[str, Any] = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

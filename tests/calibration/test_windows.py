@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import quarot
 from quarot.calibration.windows import calibration_windows
 
 
@@ -74,3 +75,25 @@ def test_wrong_kinds() -> None:
         windows(torch.zeros(30))
     with pytest.raises(TypeError, match="needs a tokenizer"):
         calibration_windows(TEXT, None, samples=1, length=4, seed=0)
+
+
+def test_a_name_that_is_no_file_is_told() -> None:
+    with pytest.raises(ValueError, match=r"'wiki.txt' is taken as the text itself: there is no such file"):
+        windows("wiki.txt", length=20)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.complex64])
+def test_ids_are_integers(dtype: torch.dtype) -> None:
+    for shape in ((30,), (2, 15)):
+        with pytest.raises(TypeError, match="must be integers"):
+            windows(torch.ones(shape).to(dtype))
+
+
+@pytest.mark.parametrize("wrong", [-1, 128])
+def test_ids_outside_the_vocabulary_are_refused(wrong: int, tiny_model: Any) -> None:
+    model, ids = tiny_model("llama"), torch.randint(3, 128, (2, 16))
+    ids[1, 3] = wrong
+    with pytest.raises(ValueError, match=r"token ids from .* do not fit a vocabulary of 128"):
+        quarot.quantize_model(model, calibration=ids, progress=False)
+    with pytest.raises(ValueError, match=r"token ids from .* do not fit a vocabulary of 128"):
+        quarot.perplexity(model, ids, window=16, progress=False)

@@ -89,3 +89,18 @@ def test_rtn_resumes_too(tmp_path: Path, tiny_model: Callable[..., nn.Module]) -
     again = quantize_model(tiny_model("llama"), w_method="rtn", w_symmetric=False, resume_dir=tmp_path, progress=False)
     for (name, a), (_, b) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("name", ["fingerprint.json", "model.layers.1.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[3]", b"\x02\x00\x00\x00\x00\x00\x00\x00{}"])
+def test_damaged_files_are_named(
+    tmp_path: Path, tiny_model: Callable[..., nn.Module], name: str, content: bytes
+) -> None:
+    rtn: dict[str, Any] = {"w_method": "rtn", "resume_dir": tmp_path, "progress": False}
+    first = quantize_model(tiny_model("llama"), **rtn)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{name} is damaged .*delete it and run again"):
+        quantize_model(tiny_model("llama"), **rtn)
+    (tmp_path / name).unlink()
+    again = quantize_model(tiny_model("llama"), **rtn)
+    assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
