@@ -21,8 +21,8 @@ def step_bytes(device: torch.device) -> int:
     """Bytes that a buffer on ``device`` grows in multiples of (2 MiB on most GPUs); 0 where there are none."""
     if device.type != "cuda":
         return 0
-    extension = registry.extension()
-    return 0 if extension is None else int(extension.mapping_granularity(device.index))
+    ask = getattr(registry.extension(), "mapping_granularity", None)  # an extension built earlier lacks it
+    return 0 if ask is None else int(ask(device.index))
 
 
 _retired: list[tuple[torch.device, int, int, int]] = []
