@@ -120,10 +120,15 @@ def test_one_layer_is_in_memory_at_a_time(
     alive: list[int] = []
     quantize = LayerQuantizer.quantize
 
-    def counted(self: LayerQuantizer) -> None:
+    def in_memory() -> int:
         gc.collect()
-        big = {id(o) for o in gc.get_objects() if isinstance(o, nn.Parameter) and o.shape == (192, 128)}
-        alive.append(sum(1 for o in gc.get_objects() if id(o) in big and not o.is_meta))
+        parameters = (o for o in gc.get_objects() if isinstance(o, nn.Parameter))
+        return sum(1 for o in parameters if o.shape == (192, 128) and not o.is_meta)
+
+    others = in_memory()  # what tests before this one still hold
+
+    def counted(self: LayerQuantizer) -> None:
+        alive.append(in_memory() - others)
         quantize(self)
 
     monkeypatch.setattr(LayerQuantizer, "quantize", counted)
