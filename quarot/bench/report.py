@@ -54,7 +54,7 @@ def _line(row: dict[str, Any], head: list[str], peers: list[str], memory: bool) 
 
 def _time(row: dict[str, Any], name: str) -> str:
     if row.get(f"{name}_failure"):
-        return "no memory"
+        return "no memory" if "memory" in row[f"{name}_failure"] else "none"
     value = row.get(f"{name}_ms")
     return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
 

@@ -77,6 +77,17 @@ def test_out_of_memory_says_what_to_lower_and_goes_on(monkeypatch: pytest.Monkey
     assert "- quarot, batch 16: out of memory: lower --batch (16) or --prompt (32)" in text
 
 
+def test_a_peer_that_cannot_be_recorded_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(*_: Any) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nand so on")
+
+    monkeypatch.setattr("quarot.bench.subjects.Recorded", refusing)
+    subject = Subject.random(config_of(TINY), torch.float32, CPU)
+    found = cost(subject, Case("decode", 1, 8, 2), 1, recorded=True)
+    assert found.failure.endswith("recorded as a CUDA graph: operation not permitted when stream is capturing")
+    assert cost(subject, Case("decode", 1, 8, 2), 1).ms
+
+
 def test_ratios_are_the_peers_figure_over_ours() -> None:
     row = {"table": "decode", "batch": 4, "prompt": 100, "tokens": 50, "quarot_ms": 2.0, "quarot_bytes": 10**9}
     row |= {"eager_ms": 9.0, "eager_bytes": 35 * 10**8, "graph_ms": 5.0, "graph_bytes": 4 * 10**9}
