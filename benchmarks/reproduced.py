@@ -1,4 +1,4 @@
-"""Keeps what ``quarot reproduce`` measured, and writes its tables into docs/accuracy.md.
+"""Keeps what ``quarot reproduce`` measured, and writes its tables into docs/reproduction.md.
 
 ``python -m benchmarks.reproduced FOLDER --model smollm2 --device "NVIDIA H200" --commit 0123abc`` takes the rows of a
 folder that ``quarot reproduce ... --out FOLDER`` wrote into ``results/reproduce/MODEL.json``; without FOLDER it only
@@ -66,7 +66,7 @@ def main() -> int:
         temporary = path.with_suffix(".tmp")
         temporary.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
         os.replace(temporary, path)
-    page = ROOT / "docs" / "accuracy.md"
+    page = ROOT / "docs" / "reproduction.md"
     text = page.read_text(encoding="utf-8")
     page.write_text(fill(text, "reproduce", tables(options.model, rows)), encoding="utf-8")
     print(f"{len(rows)} rows; {page.relative_to(ROOT)} written")
