@@ -71,13 +71,13 @@ void bind_kv_cache(pybind11::module_& m) {
            std::uintptr_t key_norm, std::uintptr_t query, std::uintptr_t slots, std::int64_t qkv_stride, int head_dim,
            int key_bits, int value_bits, int key_group, int value_group, int dtype, int tokens, int query_heads,
            int kv_heads, int num_pages, int page_blocks, int rotary_dim, int table_rows, float key_clip,
-           float value_clip, float eps, int rotate, std::uintptr_t stream) {
+           float value_clip, float eps, int rotate, bool one_each, std::uintptr_t stream) {
             const RopeAppendParams p{pointer<std::uint8_t>(pool), pointer(qkv), pointer(cos), pointer(sin),
                                      pointer(query_norm), pointer(key_norm), pointer(query),
                                      pointer<std::int64_t>(slots), qkv_stride,
                                      KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                      static_cast<DType>(dtype), tokens, query_heads, kv_heads, num_pages, page_blocks,
-                                     rotary_dim, table_rows, key_clip, value_clip, eps, rotate};
+                                     rotary_dim, table_rows, key_clip, value_clip, eps, rotate, one_each};
             check(rope_kv_append(p, pointer<CUstream_st>(stream)), "rope_kv_append", p.format, tokens, kv_heads);
         },
         py::arg("pool"), py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("query_norm"), py::arg("key_norm"),
@@ -85,7 +85,7 @@ void bind_kv_cache(pybind11::module_& m) {
         py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"), py::arg("dtype"), py::arg("tokens"),
         py::arg("query_heads"), py::arg("kv_heads"), py::arg("num_pages"), py::arg("page_blocks"),
         py::arg("rotary_dim"), py::arg("table_rows"), py::arg("key_clip"), py::arg("value_clip"), py::arg("eps"),
-        py::arg("rotate"), py::arg("stream"));
+        py::arg("rotate"), py::arg("one_each"), py::arg("stream"));
 }
 
 }  // namespace quarot

@@ -88,9 +88,13 @@ __device__ __forceinline__ void store_two(void* row, DType dtype, int dim, float
     }
 }
 
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
 // Grid: groups of 4 tokens x (Hq + 2 Hkv) heads, head fastest.
 template <int D, int Bits, int Groups>
 __global__ void __launch_bounds__(32 * kWarps) rope_append_kernel(const __grid_constant__ RopeAppendParams p) {
+    // Decode attention reads the pages of all but a sequence's last token before it waits for us.
+    if (p.one_each) pdl_trigger();
     pdl_wait();
     const int lane = threadIdx.x % 32, place = lane % 8;
     const int heads = p.query_heads + 2 * p.kv_heads, element = p.dtype == DType::kFloat32 ? 4 : 2;
@@ -100,16 +104,21 @@ __global__ void __launch_bounds__(32 * kWarps) rope_append_kernel(const __grid_c
     const bool valid = token < p.tokens, is_query = head < p.query_heads;
     const bool is_value = head >= p.query_heads + p.kv_heads;
 
-    float x[D / 8];
     const auto at = [&](const void* base, std::int64_t index) {
         return static_cast<const std::uint8_t*>(base) + index * element;
     };
+    // One trip to memory instead of three: the slot, and the tables by way of L1, are on their way with the row.
+    const int slot = is_query ? -1 : load_slot(p, token);
+    const std::int64_t table_row = static_cast<std::int64_t>((valid ? token : 0) % p.table_rows) * p.rotary_dim;
+    if (!is_value && place * 64 < p.rotary_dim) {
+        prefetch_line(at(p.cos, table_row + place * 64)), prefetch_line(at(p.sin, table_row + place * 64));
+    }
+    float x[D / 8];
     load_row<D>(at(p.qkv, (valid ? token : 0) * p.qkv_stride + head * D), p.dtype, place, x);
     if (!is_value) {
         const void* gain = is_query ? p.query_norm : p.key_norm;
         if (gain != nullptr) normalize_row<D>(x, gain, p.dtype, p.eps, place);
-        const std::int64_t row = static_cast<std::int64_t>((valid ? token : 0) % p.table_rows) * p.rotary_dim;
-        rope_row<D>(x, at(p.cos, row), at(p.sin, row), p.dtype, p.rotary_dim, place);
+        rope_row<D>(x, at(p.cos, table_row), at(p.sin, table_row), p.dtype, p.rotary_dim, place);
         if (p.rotate) rotate_row_in_place<D>(x, place);
     }
     if (is_query) {
@@ -121,7 +130,7 @@ __global__ void __launch_bounds__(32 * kWarps) rope_append_kernel(const __grid_c
         }
     } else {
         const int kv_head = head - p.query_heads - (is_value ? p.kv_heads : 0);
-        quantize_and_store_row<D, Bits, Groups>(p, !is_value, load_slot(p, token), kv_head, x, lane);
+        quantize_and_store_row<D, Bits, Groups>(p, !is_value, slot, kv_head, x, lane);
     }
 }
 

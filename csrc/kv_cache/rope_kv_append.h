@@ -27,6 +27,7 @@ struct RopeAppendParams {
     int rotary_dim, table_rows;
     float key_clip, value_clip, eps;
     int rotate;  // R3 on queries and keys
+    bool one_each;  // every token belongs to another sequence: decode attention may start while they are stored
 };
 
 // Whether rope_kv_append has a kernel for the format.

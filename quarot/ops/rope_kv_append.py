@@ -70,6 +70,7 @@ def _reference(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    one_each: bool = False,
 ) -> Tensor:
     head_dim = _check(qkv, cos, sin, pool, num_q_heads)
     rotate = check_rotation(rotate_order, rotate_pow2, head_dim)
@@ -113,6 +114,7 @@ def launch(
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
+    one_each: bool = False,
 ) -> Tensor:
     """Launches csrc/kv_cache/rope_kv_append.cu."""
     head_dim = _check(qkv, cos, sin, pool, num_q_heads)
@@ -160,6 +162,7 @@ def launch(
             value_clip,
             eps,
             int(rotate),
+            one_each,
             registry.stream(pool),
         )
     return query
@@ -209,7 +212,7 @@ rope_kv_append = registry.define_op(
     "(Tensor qkv, Tensor cos, Tensor sin, Tensor(a!) pool, Tensor slots, int num_q_heads, int key_bits, "
     "int value_bits, int key_group, int value_group, float key_clip, float value_clip, int rotate_order, "
     "int rotate_pow2, "
-    "Tensor? q_norm, Tensor? k_norm, float eps) -> Tensor query",
+    "Tensor? q_norm, Tensor? k_norm, float eps, bool one_each=False) -> Tensor query",
     reference=_reference,
     fake=_fake,
     cuda=launch,
@@ -224,6 +227,8 @@ Args:
     num_q_heads: Hq.
     key_bits .. rotate_pow2: as in :func:`quarot.ops.kv_append.kv_append`; R3 is applied to the queries too.
     q_norm, k_norm: [D] gains of a per-head RMSNorm with ``eps``, or None.
+    one_each: every token is the last one of another sequence, so that a decode_attention of one query each may read
+        older tokens before this kernel has finished.
 
 Returns:
     query [T, Hq, D] in qkv's dtype: call decode_attention with rotate 0, 0.

@@ -83,7 +83,7 @@ class DecodeStep:
             where = layer.positions(cos, sin)
             if serves(qkv, where[0], layer.head_dim, *codes, *rotate):
                 query = rope_kv_append(
-                    qkv, *where, pages.pool, step.slots, layer.heads, *codes, clip, clip, *rotate, *gains, eps
+                    qkv, *where, pages.pool, step.slots, layer.heads, *codes, clip, clip, *rotate, *gains, eps, True
                 )
                 rotate = (0, 0)  # the queries come back rotated by R3 already
             else:
