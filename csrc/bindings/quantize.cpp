@@ -47,6 +47,16 @@ void bind_quantize(pybind11::module_& m) {
         py::arg("x"), py::arg("x_stride"), py::arg("residual"), py::arg("residual_stride"), py::arg("dtype"),
         py::arg("rows"), py::arg("k"), py::arg("eps"), py::arg("codes"), py::arg("scale"), py::arg("sum"),
         py::arg("clip_over_qmax"), py::arg("bits"), py::arg("packed"), py::arg("stream"));
+    m.def(
+        "add_rms_norm",
+        [](std::uintptr_t x, std::int64_t x_stride, std::uintptr_t residual, std::int64_t residual_stride, int dtype,
+           std::int64_t rows, std::int64_t k, float eps, std::uintptr_t out, std::uintptr_t stream) {
+            check(add_rms_norm(pointer(x), x_stride, pointer(residual), residual_stride, static_cast<DType>(dtype),
+                               rows, k, eps, pointer(out), pointer<CUstream_st>(stream)),
+                  "add_rms_norm", rows, k, 16);
+        },
+        py::arg("x"), py::arg("x_stride"), py::arg("residual"), py::arg("residual_stride"), py::arg("dtype"),
+        py::arg("rows"), py::arg("k"), py::arg("eps"), py::arg("out"), py::arg("stream"));
 }
 
 }  // namespace quarot

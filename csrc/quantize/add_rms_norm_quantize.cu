@@ -23,6 +23,7 @@ struct Args {
     void* codes;
     float* scale;
     void* sum;
+    void* values;  // not null: the normalised row itself instead of codes and scale
     float clip_over_qmax;
     int bits;
     bool packed;
@@ -55,13 +56,25 @@ __device__ __forceinline__ Norm reduce(const Args& a, float squares, unsigned to
     const float mean = __fdiv_rn(squares, static_cast<float>(a.k));
     const float norm = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, a.eps)));
     const RowQuantizer q = row_quantizer(__fmul_rn(__uint_as_float(top), norm), a.clip_over_qmax, a.bits);
-    if (threadIdx.x == 0) a.scale[blockIdx.x] = q.scale;
+    if (threadIdx.x == 0 && !a.values) a.scale[blockIdx.x] = q.scale;
     return {norm, q};
 }
 
-__device__ __forceinline__ void store_codes(const Args& a, int index, float (&v)[8], const Norm& n) {
+template <typename T, bool kAligned>
+__device__ __forceinline__ void store_result(const Args& a, int index, float (&v)[8], const Norm& n) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], n.norm);
+    if (a.values) {
+        T* row = static_cast<T*>(a.values) + static_cast<std::int64_t>(blockIdx.x) * a.k;
+        if constexpr (kAligned) {
+            Vec8<T> packed;
+            packed.pack(v);
+            if (8 * index < a.k) store8(row, 8 * index, packed);
+        } else {
+            store8_any(row, 8 * index, a.k, v);
+        }
+        return;
+    }
     char* codes = static_cast<char*>(a.codes) + static_cast<std::int64_t>(blockIdx.x) * a.vectors * (a.packed ? 4 : 8);
     store_codes8(codes, index, a.packed, codes8(v, n.q));
 }
@@ -107,7 +120,7 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_quantize_kernel(cons
     for (int i = 0; i < VECTORS; ++i) {
         const int index = threadIdx.x + i * blockDim.x;
         kept[i].unpack(v);
-        if (index < a.vectors) store_codes(a, index, v, n);
+        if (index < a.vectors) store_result<T, true>(a, index, v, n);
     }
 }
 
@@ -138,7 +151,7 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_quantize_any_kernel(
     for (int index = threadIdx.x; index < a.vectors; index += blockDim.x) {
         load_sum(index);
         if (a.sum) store8_any(static_cast<T*>(a.sum) + row * a.k, 8 * index, a.k, v);
-        store_codes(a, index, v, n);
+        store_result<T, false>(a, index, v, n);
     }
 }
 
@@ -163,24 +176,38 @@ bool aligned16(const void* p, std::int64_t stride_bytes, std::int64_t rows) {
     return reinterpret_cast<std::uintptr_t>(p) % 16 == 0 && (rows == 1 || stride_bytes % 16 == 0);
 }
 
+cudaError_t run(const Args& a, DType dtype, std::int64_t rows, cudaStream_t stream) {
+    const std::int64_t width = dtype == DType::kFloat32 ? 4 : 2;
+    const bool aligned = a.k % 8 == 0 && aligned16(a.x, a.x_stride * width, rows) && aligned16(a.sum, a.k * width, rows) &&
+                         aligned16(a.residual, a.residual_stride * width, rows) &&
+                         aligned16(a.values, a.k * width, rows);
+    switch (dtype) {
+        case DType::kFloat16: return dispatch<__half>(a, rows, aligned, stream);
+        case DType::kBFloat16: return dispatch<__nv_bfloat16>(a, rows, aligned, stream);
+        default: return dispatch<float>(a, rows, aligned, stream);
+    }
+}
+
+bool size_fits(std::int64_t rows, std::int64_t k) { return k >= 1 && k <= (1 << 30) && rows >= 1 && rows <= 0x7fffffff; }
+
 }  // namespace
 
 cudaError_t add_rms_norm_quantize(const void* x, std::int64_t x_stride, const void* residual,
                                   std::int64_t residual_stride, DType dtype, std::int64_t rows, std::int64_t k,
                                   float eps, void* codes, float* scale, void* sum, float clip_over_qmax, int bits,
                                   bool packed, cudaStream_t stream) {
-    if (k < 1 || k > (1 << 30) || rows < 1 || rows > 0x7fffffff || bits < 2 || bits > 8 || (packed && bits > 4))
-        return cudaErrorInvalidValue;
-    const std::int64_t width = dtype == DType::kFloat32 ? 4 : 2;
-    const bool aligned = k % 8 == 0 && aligned16(x, x_stride * width, rows) && aligned16(sum, k * width, rows) &&
-                         aligned16(residual, residual_stride * width, rows);
-    const Args a{x, residual, x_stride, residual_stride, static_cast<int>(k), static_cast<int>((k + 31) / 32 * 4),
-                 eps, codes, scale, sum, clip_over_qmax, bits, packed};
-    switch (dtype) {
-        case DType::kFloat16: return dispatch<__half>(a, rows, aligned, stream);
-        case DType::kBFloat16: return dispatch<__nv_bfloat16>(a, rows, aligned, stream);
-        default: return dispatch<float>(a, rows, aligned, stream);
-    }
+    if (!size_fits(rows, k) || bits < 2 || bits > 8 || (packed && bits > 4)) return cudaErrorInvalidValue;
+    return run({x, residual, x_stride, residual_stride, static_cast<int>(k), static_cast<int>((k + 31) / 32 * 4), eps,
+                codes, scale, sum, nullptr, clip_over_qmax, bits, packed},
+               dtype, rows, stream);
+}
+
+cudaError_t add_rms_norm(const void* x, std::int64_t x_stride, const void* residual, std::int64_t residual_stride,
+                         DType dtype, std::int64_t rows, std::int64_t k, float eps, void* out, cudaStream_t stream) {
+    if (!size_fits(rows, k)) return cudaErrorInvalidValue;
+    return run({x, residual, x_stride, residual_stride, static_cast<int>(k), static_cast<int>((k + 7) / 8), eps, nullptr,
+                nullptr, nullptr, out, 1.0f, 8, false},
+               dtype, rows, stream);
 }
 
 }  // namespace quarot

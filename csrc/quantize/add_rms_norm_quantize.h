@@ -17,4 +17,8 @@ cudaError_t add_rms_norm_quantize(const void* x, std::int64_t x_stride, const vo
                                   float eps, void* codes, float* scale, void* sum, float clip_over_qmax, int bits,
                                   bool packed, cudaStream_t stream);
 
+// h itself, rounded to dtype, into `out` [rows, k] contiguous.
+cudaError_t add_rms_norm(const void* x, std::int64_t x_stride, const void* residual, std::int64_t residual_stride,
+                         DType dtype, std::int64_t rows, std::int64_t k, float eps, void* out, cudaStream_t stream);
+
 }  // namespace quarot

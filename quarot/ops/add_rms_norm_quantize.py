@@ -42,15 +42,20 @@ def fake(
     return codes, scale, torch.empty_like(x)
 
 
-def available(
-    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
-) -> str | None:
-    """Why the kernel cannot serve (None when it can)."""
+def fits(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
+    """Why the kernel cannot read these rows (None when it can)."""
     if x.dtype not in DTYPE_CODES:
         return f"the kernel reads fp16, bf16 or fp32, not {x.dtype}"
     if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
         return f"residual {tuple(residual.shape)} {residual.dtype} differs from x {tuple(x.shape)} {x.dtype}"
     return None
+
+
+def available(
+    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+) -> str | None:
+    """Why the kernel cannot serve (None when it can)."""
+    return fits(x, residual)
 
 
 def cuda(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from quarot.nn.page_table import Step, slots_of
+from quarot.nn.page_table import Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 
 if TYPE_CHECKING:
@@ -102,16 +102,15 @@ class DecodeGraph:
         """The recorded work; also runs eagerly."""
         from quarot.runtime.decode_step import DecodeStep
 
-        lengths = self.before + 1
-        slots = slots_of(self.table, self.before[:, None].to(torch.int64), self.cache.page_size).view(-1)
+        advance = self.choose is not None
+        hidden, lengths, slots, cos, sin = self.fused.boundary.begin(
+            self.ids, self.before, self.positions, self.table, self.cache.page_size, advance
+        )
         pages = self.cache.table.num_pages
         step = Step(slots, lengths, self.before, self.table, None, 0, pages, None)
-        hidden = self.fused.embed(self.ids)
-        out = DecodeStep(self.cache, step).run(self.fused, hidden, self.positions)
+        out = DecodeStep(self.cache, step).run_layers(self.fused, hidden, cos, sin)
         if self.choose is not None:
             self.ids.copy_(self.choose(out)[:, None])
-            self.before.add_(1)
-            self.positions.add_(1)
         return out
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +51,7 @@ class DecodeStep:
         batch, cache, step = ids.shape[0], self.cache, self.step
         if not self.whole or not enabled(ids.device) or torch.cuda.is_current_stream_capturing():
             return None
-        try:
+        with self._undone_on_failure():
             for pages in cache.layers:
                 pages.make_room(step)
             graph = graph_for(fused, cache, step._replace(copies=None), batch)
@@ -57,15 +59,22 @@ class DecodeStep:
                 return None
             graph.load(ids, position_ids, step)
             return graph.run().clone()
-        except BaseException:
-            cache.failed()
-            raise
 
     def run(self, fused: FusedDecoder, hidden: Tensor, position_ids: Tensor) -> Tensor:
         """[B, 1, hidden] embeddings to the normalised output of the last layer."""
-        try:
+        with self._undone_on_failure():
             cos, sin = fused.rotary(hidden, position_ids=position_ids)
-            return fused.run_layers(hidden, self.attend(cos.flatten(0, 1), sin.flatten(0, 1)))
+        return self.run_layers(fused, hidden.flatten(0, 1), cos.flatten(0, 1), sin.flatten(0, 1))
+
+    def run_layers(self, fused: FusedDecoder, hidden: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """The same from [B, hidden] and the rotary tables [B or 1, R]."""
+        with self._undone_on_failure():
+            return fused.run_layers(hidden, self.attend(cos, sin))[:, None]
+
+    @contextlib.contextmanager
+    def _undone_on_failure(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException:  # an interrupt, too, leaves a token without its codes
             self.cache.failed()
             raise

@@ -21,8 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
 from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.runtime.boundary import Boundary
 from quarot.runtime.decode_step import DecodeStep
-from quarot.runtime.fused_layer import FusedLayer
+from quarot.runtime.fused_layer import FusedLayer, norm_eps
 
 logger = logging.getLogger("quarot")
 
@@ -98,8 +99,9 @@ class FusedDecoder:
         self.decoder: nn.Module = getattr(model, model.base_model_prefix)
         self.config = self.decoder.config
         self.embed = model.get_submodule(architecture.embed)
-        self.final_norm = model.get_submodule(architecture.final_norm)
         self.rotary: Any = self.decoder.rotary_emb
+        final_norm = model.get_submodule(architecture.final_norm)
+        self.boundary = Boundary(self.embed, self.rotary, final_norm, norm_eps(final_norm))
         layers = [layer for _, layer in decoder_layers(model)]
         heads = (sizes.heads, sizes.kv_heads)
         self.layers = [FusedLayer(layer, architecture, self.config, heads) for layer in layers]
@@ -164,12 +166,12 @@ class FusedDecoder:
                 out = self._attend_through_model(hidden, position_ids, attention_mask, past_key_values, kwargs)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values if use_cache else None)
 
-    def run_layers(self, hidden: Tensor, attend: Any) -> Tensor:
-        """Residual stream [B, T, hidden] through all layers and the final norm."""
-        residual, delta = hidden.reshape(-1, hidden.shape[-1]), None
+    def run_layers(self, residual: Tensor, attend: Any) -> Tensor:
+        """Residual stream [M, hidden] through all layers and the final norm."""
+        delta: Any = None
         for layer in self.layers:
             residual, delta = layer.forward(residual, delta, attend)
-        return self.final_norm((residual + delta).view(hidden.shape))
+        return self.boundary.finish(residual, delta)
 
     def _attend_through_model(
         self, hidden: Tensor, position_ids: Tensor, mask: Any, cache: Any, kwargs: dict[str, Any]
@@ -199,7 +201,7 @@ class FusedDecoder:
             )
             return out.reshape(batch * count, -1)
 
-        return self.run_layers(hidden, attend)
+        return self.run_layers(hidden.flatten(0, 1), attend).view(hidden.shape)
 
     def _masks(self, hidden: Tensor, mask: Any, cache: Any, position_ids: Tensor) -> dict[int, Tensor | None]:
         """The attention mask of every window size among the layers (0: none)."""

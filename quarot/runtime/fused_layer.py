@@ -99,7 +99,7 @@ class FusedLayer:
         if not self.head_norms:
             return (None, None), 0.0
         q_norm, k_norm = self.head_norms
-        return (q_norm.weight.data, k_norm.weight.data), _eps(q_norm)  # type: ignore[return-value]
+        return (q_norm.weight.data, k_norm.weight.data), norm_eps(q_norm)  # type: ignore[return-value]
 
     def split(self, qkv: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views q [B, Hq, T, D], k and v [B, Hkv, T, D] of qkv [B * T, ..]."""
@@ -113,7 +113,7 @@ class FusedLayer:
         first = linear.first
         packed = first._packs_activations(residual)
         x, other = (residual, None) if delta is None else (delta, residual)
-        codes, scale, residual = add_rms_norm_quantize(x, other, _eps(norm), first.a_bits, first.a_clip, packed)
+        codes, scale, residual = add_rms_norm_quantize(x, other, norm_eps(norm), first.a_bits, first.a_clip, packed)
         return residual, linear(codes, scale, residual.dtype)
 
 
@@ -127,5 +127,6 @@ def _group(layer: nn.Module, paths: list[str]) -> LinearGroup:
     return LinearGroup(members)  # type: ignore[arg-type]
 
 
-def _eps(norm: nn.Module) -> float:
+def norm_eps(norm: nn.Module) -> float:
+    """Epsilon of an RMSNorm of any family."""
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 1e-6)))

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quarot.ops.argmax_rows import argmax_rows
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -33,7 +35,7 @@ class Sampling:
     def choose(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Token ids int64 [B] from logits [B, vocabulary], in fp32; no host sync."""
         if self.temperature == 0:
-            return logits.argmax(-1)
+            return argmax_rows(logits)
         scores = logits.float() / self.temperature
         if self.top_k is not None and self.top_k < scores.shape[-1]:
             scores = scores.masked_fill(scores < scores.topk(self.top_k).values[:, -1:], -torch.inf)

@@ -11,6 +11,7 @@ from quarot.ops import registry
 
 quantize_op = importlib.import_module("quarot.ops.quantize_per_token")
 norm_op = importlib.import_module("quarot.ops.add_rms_norm_quantize")
+plain_norm_op = importlib.import_module("quarot.ops.add_rms_norm")
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or registry.extension() is None, reason="needs a GPU and the compiled extension"
@@ -128,6 +129,20 @@ def test_add_rms_norm_of_views(dtype: torch.dtype) -> None:
     check_norm(base[:, 1:4097], base[:, 4096 + 8 :])
     check_norm(base.view(5, 8, -1)[:, ::2, :4096], None)
     check_norm(base[:0, :64], None)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [31, 576, 4096, 20000])
+def test_add_rms_norm_alone(k: int, dtype: torch.dtype) -> None:
+    """Values instead of codes: at most one rounding away from the reference."""
+    for m in (1, 33):
+        x, residual = (torch.randn(m, k, device="cuda").to(dtype) for _ in range(2))
+        x[-1, 3] = torch.nan if m > 1 else 0.0
+        for other in (residual, None):
+            poison(x.numel())
+            got, expected = plain_norm_op.cuda(x, other, 1e-5), plain_norm_op.reference(x, other, 1e-5)
+            torch.testing.assert_close(got, expected, rtol=2 * torch.finfo(dtype).eps, atol=0, equal_nan=True)
+    assert plain_norm_op.cuda(x[:0], residual[:0], 1e-5).shape == (0, k)
 
 
 @pytest.mark.parametrize("op", ["quantize", "norm"])
