@@ -7,8 +7,9 @@ import torch
 from transformers import LlamaConfig, Qwen3Config
 
 import quarot
+from quarot.config import QuarotConfig
 from quarot.ops.registry import reference_backend
-from quarot.runtime.fused_decoder import uninstall
+from quarot.runtime.fused_decoder import install, uninstall
 from quarot.runtime.synthetic import random_quantized_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -24,13 +25,20 @@ _SIZES = {
 }
 
 
-@pytest.fixture(params=["llama-64", "llama-128", "qwen3"])
-def model(request):
-    if request.param == "qwen3":
+_KINDS = ["llama-64", "llama-128", "qwen3"]
+
+
+def build(kind: str, **fields):
+    if kind == "qwen3":
         config = Qwen3Config(**_SIZES, head_dim=128)
     else:
-        config = LlamaConfig(**_SIZES, head_dim=int(request.param.split("-")[1]))
-    return random_quantized_model(config, dtype=torch.float16, device="cuda")
+        config = LlamaConfig(**_SIZES, head_dim=int(kind.split("-")[1]))
+    return random_quantized_model(config, QuarotConfig(w_method="rtn", **fields), dtype=torch.float16, device="cuda")
+
+
+@pytest.fixture(params=_KINDS)
+def model(request):
+    return build(request.param)
 
 
 def prompt(rows: int, length: int) -> torch.Tensor:
@@ -75,17 +83,32 @@ def test_a_row_equals_the_row_alone(model):
         assert torch.equal(together[row], alone[0])
 
 
+@pytest.mark.parametrize("kind", _KINDS)
 @torch.no_grad()
-def test_fused_is_close_to_the_models_own_layers(model):
+def test_fused_is_close_to_the_models_own_layers(kind):
+    # 8-bit activations: with 4, random layers amplify every code that rounding flips until nothing can be compared.
+    model = build(kind, a_bits=8)
     ids = prompt(2, 130)
     fused = model(ids, use_cache=False).logits.float()
     uninstall(model)
     plain = model(ids, use_cache=False).logits.float()
     with reference_backend():
         reference = model(ids, use_cache=False).logits.float()
-    # Rounding of the norm flips some 4-bit codes; both sides are as far from each other as from the reference.
+    for ours, theirs in ((fused, plain), (plain, reference), (fused, reference)):
+        assert (ours - theirs).norm() <= 0.05 * theirs.norm()
+
+
+@torch.no_grad()
+def test_one_layer_of_4_bits_is_close_to_the_models_own(model):
+    """Whole 4-bit models cannot be compared (above); one layer differs by the few codes that its own norms flip."""
+    model.model.layers = model.model.layers[:1]
+    model.config.num_hidden_layers = 1
+    install(model)
+    ids = prompt(2, 130)
+    fused = model(ids, use_cache=False).logits.float()
+    uninstall(model)
+    plain = model(ids, use_cache=False).logits.float()
     assert (fused - plain).norm() <= 0.1 * plain.norm()
-    assert (plain - reference).norm() <= 0.1 * reference.norm()
 
 
 def test_long_generation_holds_no_memory(model):
