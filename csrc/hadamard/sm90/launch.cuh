@@ -21,8 +21,11 @@ cudaError_t launch_kernel(const TransformArgs& args, cudaStream_t stream) {
         if (status != cudaSuccess) return status;
         if (device < 64) allowed.fetch_or(std::uint64_t{1} << device);
     }
-    return launch(kernel, dim3(args.rows < processors ? args.rows : processors), dim3(S::kThreads), S::kSharedBytes,
-                  stream, args);
+    // A row for each SM or fewer: one group each. The block is then small enough to start, and to fetch its table, beside
+    // a GEMM that is still running.
+    const int groups = args.rows <= processors ? 1 : S::NG;
+    return launch(kernel, dim3(args.rows < processors ? args.rows : processors), dim3(groups * S::kGroupThreads),
+                  S::kTableBytes + groups * (S::kXBytes + S::kRingBytes), stream, args);
 }
 
 template <class S>
