@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,8 +134,13 @@ def launch(
     rotate_order: int,
     rotate_pow2: int,
     tuning: tuple[int, int, int, int, bool, int] = (0, 0, 0, 0, False, 0),
+    append: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch csrc/attention. ``tuning``: see DecodeTuning there (0: as planned)."""
+    """Launch csrc/attention.
+
+    ``tuning``: see DecodeTuning there (0: as planned). ``append``: a ``quarot._C.Append``; the kernel then makes the
+    queries itself, and ``query`` gives no more than their shape and dtype.
+    """
     layout = KVLayout(query.shape[-1], key_bits, value_bits, key_group, value_group)
     layout.check_pool(pool)
     check_query(query, pool, page_table, lengths)
@@ -148,7 +154,7 @@ def launch(
     form = (head_dim, key_bits, value_bits, layout.key_group, layout.value_group)
     kv_heads, page_blocks, max_pages = pool.shape[1], pool.shape[2], page_table.shape[1]
     shape = (DTYPE_CODES[query.dtype], batch, tokens, heads, kv_heads, max_pages * page_blocks * BLOCK_TOKENS)
-    plan = _plan(pool.device.index, *form, *shape, *tuning)
+    plan = _plan(pool.device.index, *form, *shape, *tuning, append is not None)
     _, max_splits, _, _, _, ring_stages, _, items = plan
     signs = 0
     if rotate and rotate_order > 1:
@@ -157,7 +163,9 @@ def launch(
             rotate_order = rotate_pow2 = 0
         else:
             signs = order_signs(rotate_order, query.device).data_ptr()
-    query, page_table, lengths = query.contiguous(), page_table.contiguous(), lengths.contiguous()
+    query = query.contiguous() if append is None else query
+    page_table, lengths = page_table.contiguous(), lengths.contiguous()
+    more = () if append is None else (append,)
     with torch.cuda.device(pool.device):
         stream = registry.stream(pool)
         partial = counters = None
@@ -186,6 +194,7 @@ def launch(
             scale,
             *plan,
             stream,
+            *more,
         )
     return out, lse
 
