@@ -19,6 +19,7 @@ from quarot.config import QuarotConfig
 from quarot.nn.kv_format import KVFormat, arguments
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.ops.argmax_rows import argmax_rows
 from quarot.runtime.decode_graph import DecodeGraph, enabled
 from quarot.runtime.synthetic import random_model, random_quantized_model
 
@@ -178,7 +179,7 @@ class PackedDecode:
         head = model.get_output_embeddings()
         self.cache, self.batch, self.context = cache, batch, context
         fused, width = vars(model.get_decoder())["quarot_fused"], _table(cache).pages_per_row
-        self.graph = DecodeGraph(fused, cache, batch, width, lambda out: head(out[:, -1]).argmax(-1))
+        self.graph = DecodeGraph(fused, cache, batch, width, lambda out: argmax_rows(head(out[:, -1])))
         self.ids = torch.randint(0, model.config.vocab_size, (batch, 1), device=cache.layers[0].device)
         self.step: Callable[[], Any] = self.graph.run if enabled(self.ids.device) else self.graph.step
         self.rewind()
