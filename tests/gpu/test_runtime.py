@@ -113,9 +113,29 @@ def test_one_layer_of_4_bits_is_close_to_the_models_own(model):
 
 def test_long_generation_holds_no_memory(model):
     ids = prompt(1, 16)
-    quarot.generate(model, ids, max_new_tokens=2000, eos_token_id=())
+    quarot.generate(model, ids, max_new_tokens=4096, eos_token_id=())
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
-    quarot.generate(model, ids, max_new_tokens=2000, eos_token_id=())
+    quarot.generate(model, ids, max_new_tokens=4096, eos_token_id=())
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_an_interrupted_generation_leaves_everything_usable(model):
+    class Impatient:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 7:
+                raise KeyboardInterrupt
+
+        def end(self):
+            raise AssertionError("not reached")
+
+    ids = prompt(1, 50)
+    expected = quarot.generate(model, ids, max_new_tokens=30, eos_token_id=())
+    with pytest.raises(KeyboardInterrupt):
+        quarot.generate(model, ids, max_new_tokens=30, eos_token_id=(), streamer=Impatient())
+    assert torch.equal(quarot.generate(model, ids, max_new_tokens=30, eos_token_id=()), expected)
+    assert torch.equal(greedy(model, ids, 30), expected)

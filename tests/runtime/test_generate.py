@@ -145,3 +145,22 @@ def test_bad_prompts(model, token_ids):
 def test_a_model_without_the_fused_path_says_so(tiny_model, token_ids):
     with pytest.raises(NotImplementedError, match="fused decoder path"):
         quarot.generate(tiny_model("llama"), token_ids)
+
+
+def test_an_interrupted_generation_leaves_the_model_usable(model, token_ids):
+    class Impatient:
+        count = 0
+
+        def put(self, value):
+            self.count += 1
+            if self.count == 4:
+                raise KeyboardInterrupt
+
+        def end(self):
+            raise AssertionError("not reached")
+
+    ids = token_ids[:1]
+    expected = quarot.generate(model, ids, max_new_tokens=10, eos_token_id=())
+    with pytest.raises(KeyboardInterrupt):
+        quarot.generate(model, ids, max_new_tokens=10, eos_token_id=(), streamer=Impatient())
+    assert torch.equal(quarot.generate(model, ids, max_new_tokens=10, eos_token_id=()), expected)
