@@ -105,7 +105,7 @@ def test_a_long_prompt_never_meets_a_layer_or_the_head_at_once(model, token_ids)
         fused.run_layers,
         model.lm_head.register_forward_pre_hook(lambda _, args: seen["head"].append(args[0].shape[:-1].numel())),
     )
-    fused.run_layers = lambda hidden, attend: seen["layers"].append(hidden.shape[:2].numel()) or forward(hidden, attend)
+    fused.run_layers = lambda hidden, attend: seen["layers"].append(len(hidden)) or forward(hidden, attend)
     try:
         quarot.generate(model, token_ids, max_new_tokens=1, prefill_chunk=8)
     finally:
