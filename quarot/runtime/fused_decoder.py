@@ -30,6 +30,7 @@ logger = logging.getLogger("quarot")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
 """Families whose layers are exactly norm, attention, add, norm, SiLU-gated MLP, add."""
 
+_RECORDER = "transformers.utils.output_capturing"
 _RECORDING = ("output_hidden_states", "output_attentions")
 
 
@@ -77,6 +78,16 @@ def _size(kwargs: dict[str, Any]) -> str:
     return "nothing" if given is None else f"{given.shape[0]} x {given.shape[1]} tokens"
 
 
+def _hooked(module: nn.Module) -> bool:
+    """Whether somebody waits for calls of a module.
+
+    transformers leaves its recording hooks behind after the first forward that recorded hidden states or attention
+    weights; in any other forward they do nothing.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") != _RECORDER for hook in hooks)
+
+
 @functools.cache
 def _say_once(reason: str) -> None:
     logger.info("this forward takes the unfused path: %s", reason)
@@ -122,8 +133,10 @@ class FusedDecoder:
                 return f"{name}=True"
         if self.decoder.training:
             return "the model is in training mode"
+        if self.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:  # eager is a function of each model file
+            return f"attention is {self.config._attn_implementation!r}"
         for module in self._inner:
-            if module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook"):
+            if (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")) and _hooked(module):
                 return f"{type(module).__name__} has a hook"
         device = self.embed.weight.device  # type: ignore[union-attr]
         if any(layer.down.first.qweight.device != device for layer in self.layers):

@@ -83,6 +83,35 @@ def test_hooks_and_recorded_states_still_work(tiny_model, token_ids):
 
 
 @torch.no_grad()
+@torch.no_grad()
+@pytest.mark.parametrize("recorded", ["output_hidden_states", "output_attentions"])
+def test_recording_once_does_not_end_the_fused_path(tiny_model, token_ids, recorded):
+    model = quantized(tiny_model, "llama", k_bits=16, v_bits=16)
+    expected = model(token_ids, use_cache=False).logits
+    if recorded == "output_attentions":
+        model.set_attn_implementation("eager")
+    assert len(model(token_ids, use_cache=False, **{recorded: True})[recorded.removeprefix("output_")]) > 1
+    model.set_attn_implementation("sdpa")
+    assert model.model.quarot_fused.obstacle((), {}) is None
+    assert torch.equal(model(token_ids, use_cache=False).logits, expected)
+    model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert "has a hook" in model.model.quarot_fused.obstacle((), {})
+
+
+@torch.no_grad()
+def test_eager_attention_runs_the_models_own_layers(tiny_model, token_ids):
+    """transformers keeps eager attention in each model file, out of the table that the fused path looks in."""
+    model = quantized(tiny_model, "llama", k_bits=16, v_bits=16)
+    expected = model(token_ids, use_cache=False).logits
+    model.set_attn_implementation("eager")
+    logits = model(token_ids, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, rtol=0.02, atol=0.02)
+    out = model(token_ids, use_cache=False, output_attentions=True)
+    assert [weights.shape for weights in out.attentions] == [(2, 4, 17, 17)] * 2
+    assert torch.equal(out.logits, logits)
+    assert model.generate(token_ids, max_new_tokens=3, do_sample=False).shape == (2, 20)
+
+
 def test_joined_weights_do_not_change_what_is_saved(tiny_model, token_ids, tmp_path):
     model = quantized(tiny_model, "llama")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
