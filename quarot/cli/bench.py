@@ -16,6 +16,7 @@ from typing import Any
 
 from quarot.bench.shapes import SHAPES, config_of
 from quarot.cli import models
+from quarot.cli.targets import check_folder
 
 TABLES = ("block prefill", "block decode", "prefill", "decode")
 SIZES = {
@@ -58,6 +59,9 @@ def run(options: argparse.Namespace) -> int:
     unknown = [name for name in tables if name not in TABLES]
     if unknown:
         raise ValueError(f"--tables: no {unknown[0]!r}; choose from {', '.join(TABLES)}")
+
+    if options.out:
+        check_folder(options.out, "--out")
 
     import torch
 

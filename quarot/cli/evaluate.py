@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quarot.cli import models
+from quarot.cli.targets import check_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.json:
+        check_file(options.json, "--json")
     result = _tasks(options) if options.tasks else _perplexity(options)
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -37,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _perplexity(options: argparse.Namespace) -> dict[str, Any]:
     from quarot.evaluation import load_text, perplexity
+    from quarot.evaluation.perplexity import check_sizes
 
+    check_sizes(options.window, options.batch_size, options.max_windows)
     source = options.text or options.dataset or "wikitext2"
     text = load_text(source)
     path = models.resolve(options.model)

@@ -26,8 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
-    if options.temperature < 0 or not 0 < options.top_p <= 1:
-        raise ValueError(f"--temperature {options.temperature} must be >= 0 and --top-p {options.top_p} in (0, 1]")
+    if not 0 <= options.temperature < float("inf") or not 0 < options.top_p <= 1:
+        raise ValueError(
+            f"--temperature {options.temperature} must be finite, >= 0, and --top-p {options.top_p} in (0, 1]"
+        )
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt:
         raise ValueError("the prompt is empty")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quarot.cli import models
+from quarot.integrations.checkpoint_folder import read_config
 from quarot.integrations.safetensors_header import read_header
 
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "U8": 1, "I8": 1, "BOOL": 1}
@@ -64,7 +65,7 @@ def describe(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder} holds no config.json: not a saved model")
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_config(folder)
     sizes: Counter[str] = Counter()
     count = 0
     for path in sorted(folder.glob("*.safetensors")):

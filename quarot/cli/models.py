@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
+
+from quarot.integrations.checkpoint_folder import check_source, read_config
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -56,21 +57,13 @@ def device_of(options: argparse.Namespace) -> Any:
 
 def quantization_of(path: str) -> dict[str, Any] | None:
     """``quantization_config`` of a local folder's config.json; None for plain models and hub ids."""
-    file = Path(path) / "config.json"
-    if not file.is_file():
-        return None
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{file} is not JSON: {error}") from None
+    return read_config(path).get("quantization_config")
 
 
 def checked(path: str) -> str:
-    """The path itself; raises ValueError where it is meant to be a folder and holds no model."""
-    if not Path(path).exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise ValueError(f"{path}: no such folder")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ValueError(f"{path} is a folder without config.json: not a model")
+    """The path itself; raises where it is meant to be a folder and holds no model."""
+    check_source(path)
+    read_config(path)
     return path
 
 

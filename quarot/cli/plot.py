@@ -9,6 +9,7 @@ import argparse
 from pathlib import Path
 
 from quarot.cli import models
+from quarot.cli.targets import check_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +27,9 @@ def run(options: argparse.Namespace) -> int:
     from quarot.evaluation.outliers import channel_peaks, draw
     from quarot.evaluation.perplexity import encode
 
+    if options.tokens < 1:
+        raise ValueError(f"--tokens {options.tokens} must be at least 1")
+    check_file(options.out, "--out")
     text = load_text(options.text)
     path = models.resolve(options.model)
     model, tokenizer = models.load(path, options), models.load_tokenizer(path)

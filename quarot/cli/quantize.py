@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quarot.cli import models, recipe
+from quarot.cli.targets import check_folder
 
 if TYPE_CHECKING:
     from quarot.config import QuarotConfig
@@ -114,10 +115,8 @@ def check_target(out: Path, overwrite: bool) -> None:
     """Refuse early to write over something: before minutes of work, not after.
 
     Raises:
-        ValueError: the target exists and may not be replaced, or its parent cannot be made.
+        ValueError: the target exists and may not be replaced, or cannot be written.
     """
-    if out.is_file():
-        raise ValueError(f"--out {out} is a file")
+    check_folder(out, "--out")
     if out.exists() and any(file.name != f".{out.name}.unfinished" for file in out.iterdir()) and not overwrite:
         raise ValueError(f"--out {out} exists; choose another folder, or pass --overwrite")
-    out.parent.mkdir(parents=True, exist_ok=True)

@@ -78,7 +78,10 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
 
 def needs_calibration(config: QuarotConfig) -> bool:
     """Whether quantising by this configuration looks at data."""
-    gptq = config.w_bits < 16 and config.w_method == "gptq"
+    settings = [{}, *config.overrides.values()]
+    gptq = any(
+        own.get("w_bits", config.w_bits) < 16 and own.get("w_method", config.w_method) == "gptq" for own in settings
+    )
     budget = config.w_bits_budget is not None or config.kv_bits_budget is not None
     return gptq or budget or config.a_clip_search or config.tune_steps > 0 or config.rotation_steps > 0
 

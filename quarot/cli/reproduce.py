@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quarot.cli import models
+from quarot.cli.targets import check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,6 +49,8 @@ def run(options: argparse.Namespace) -> int:
     if options.table != "all" and options.table not in TABLES:
         raise ValueError(f"no table {options.table!r}; choose from {', '.join(TABLES)}, all")
     tables = _runnable(dict(TABLES) if options.table == "all" else {options.table: TABLES[options.table]}, options)
+
+    check_folder(options.out, "--out")
 
     from quarot.evaluation import load_text
     from quarot.evaluation.reproduce import Reproduction

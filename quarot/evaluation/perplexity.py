@@ -83,8 +83,7 @@ def perplexity(
         ValueError: less than one window of text, or sizes that make no sense.
         FloatingPointError: the model's loss is NaN or infinite, with the window it happened in.
     """
-    if window < 2 or batch_size < 1 or (max_windows is not None and max_windows < 1):
-        raise ValueError(f"window={window} must be at least 2, batch_size={batch_size} and max_windows={max_windows} 1")
+    check_sizes(window, batch_size, max_windows)
     ids = _ids(tokenizer, text)
     check_token_ids(model, ids)
     count = len(ids) // window
@@ -111,6 +110,14 @@ def perplexity(
     nll = sum(losses) / count
     ppl = math.exp(nll) if nll < 700 else math.inf
     return PerplexityResult(ppl, nll, count, windows.numel(), time.monotonic() - start, tuple(losses))
+
+
+def check_sizes(window: int, batch_size: int, max_windows: int | None) -> None:
+    """Raise ValueError for a size that makes no sense."""
+    least = {"window": (window, 2), "batch_size": (batch_size, 1), "max_windows": (max_windows, 1)}
+    for name, (value, bound) in least.items():
+        if not (name == "max_windows" and value is None) and (not isinstance(value, int) or value < bound):
+            raise ValueError(f"{name}={value!r} must be an integer, at least {bound}")
 
 
 def _ids(tokenizer: Any, text: str | Tensor | None) -> Tensor:

@@ -79,6 +79,9 @@ def _file(source: str) -> str:
     if not path.is_file():
         raise TextUnavailable(f"{source!r} is neither a text file nor one of {', '.join(DATASETS)}")
     try:
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise TextUnavailable(f"{source} is not UTF-8 text: {error}") from None
+    if not text.strip():
+        raise TextUnavailable(f"{source} is empty")
+    return text

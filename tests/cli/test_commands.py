@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import quarot
 from quarot.cli import COMMANDS, main
 
 QUICK = ["--samples", "2", "--length", "32", "--quiet", "--device", "cpu"]
@@ -32,6 +33,15 @@ def test_streaming_is_the_default_and_changes_nothing(quantized, model_folder, t
     assert whole.keys() == streamed.keys()
     assert all(whole[name].equal(streamed[name]) for name in whole)
     assert (quantized / "tokenizer.json").is_file()
+
+
+def test_an_override_alone_asks_for_calibration(model_folder, text_file, tmp_path):
+    gptq = 'overrides={".*down_proj":{"w_method":"gptq","w_bits":4,"a_bits":8}}'
+    sizes = ["--samples", "2", "--length", "32", "--quiet", "--calibration", str(text_file)]
+    for index, method in enumerate((["--method", "rtn"], ["--w-bits", "16", "--a-bits", "16"])):
+        out = tmp_path / str(index)
+        assert main(["quantize", str(model_folder), "--out", str(out), *method, "--set", gptq, *sizes]) == 0
+        assert quarot.load(out).model.layers[0].mlp.down_proj.w_bits == 4
 
 
 def test_quantize_saves_the_papers_recipe_with_its_rotation(quantized):

@@ -1,6 +1,7 @@
 """What goes wrong on the command line: one line, the right exit status, nothing written, no traceback."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +34,22 @@ from quarot.cli import main
         (["reproduce", "nonsense"], "no table 'nonsense'; choose from main"),
         (["reproduce", "zero-shot", "--model", "{model}"], "needs its questions"),
         (["info", "{empty}"], "no config.json"),
+        (["quantize", "{model}", "--out", "{text}/out", "--method", "rtn"], "cannot write to"),
+        (["quantize", "{model}", "--out", "/proc/out", "--method", "rtn"], "cannot write to /proc"),
+        (["quantize", "{model}", "--out", "/dev/full", "--method", "rtn"], "--out /dev/full is a file"),
+        (["quantize", "{model}", "--out", "{out}", "--calibration", "{blank}"], "blank is empty"),
+        (["eval", "{text}", "--text", "{text}"], "is a file; give the folder"),
+        (["eval", "{model}", "--text", "{text}", "--json", "{empty}"], "is a folder; name a file"),
+        (["eval", "{model}", "--text", "{text}", "--json", "/proc/result.json"], "cannot write to /proc"),
+        (["eval", "{missing}", "--text", "{text}", "--json", "/proc/result.json"], "cannot write to /proc"),
+        (["eval", "{model}", "--text", "{text}", "--window", "1"], "window=1 must be"),
+        (["eval", "{model}", "--text", "{text}", "--max-windows", "0"], "max_windows=0 must be"),
+        (["generate", "{model}", "--prompt", "x", "--temperature", "nan"], "must be finite"),
+        (["generate", "{model}", "--prompt", "x", "--temperature", "inf"], "must be finite"),
+        (["plot", "{model}", "--out", "{out}", "--tokens", "0"], "at least 1"),
+        (["plot", "{model}", "--out", "/proc/plot.png"], "cannot write to /proc"),
+        (["reproduce", "main", "--model", "{model}", "--out", "/proc/out"], "cannot write to /proc"),
+        (["bench", "{model}", "--quick", "--out", "/proc/out"], "cannot write to /proc"),
         (["bench", "{model}", "--batch", "0"], "--batch must be at least 1"),
         (["bench", "{model}", "--tables", "speed"], "no 'speed'; choose from block prefill"),
         (["bench", "{model}", "--tokens", "many"], "write whole numbers"),
@@ -41,7 +58,8 @@ from quarot.cli import main
 def test_one_line_and_status_1(arguments, message, model_folder, text_file, tmp_path, capsys):
     places = {"model": model_folder, "text": text_file, "out": tmp_path / "out", "missing": tmp_path / "missing"}
     (tmp_path / "empty").mkdir()
-    filled = [argument.format(empty=tmp_path / "empty", **places) for argument in arguments]
+    (tmp_path / "blank").write_text(" \n")
+    filled = [argument.format(empty=tmp_path / "empty", blank=tmp_path / "blank", **places) for argument in arguments]
     assert main([*filled, "--quiet"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
@@ -58,6 +76,19 @@ def test_truncated_weights_are_named(model_folder, tmp_path, capsys):
     weights.write_bytes(weights.read_bytes()[:-100])
     assert main(["info", str(copy)]) == 1
     assert "model.safetensors is corrupt or truncated" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", ["{", "[]", "3", '{"quantization_config": "quarot"}', '{"quantization_config": []}']
+)
+@pytest.mark.parametrize("command", [["info"], ["eval", "--text", "{text}"], ["generate", "--prompt", "x"]])
+def test_a_damaged_config_is_named(content, command, model_folder, text_file, tmp_path, capsys):
+    copy = shutil.copytree(model_folder, tmp_path / "copy")
+    (copy / "config.json").write_text(content)
+    assert main([command[0], str(copy), *(part.format(text=text_file) for part in command[1:])]) == 1
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(f"error: {copy / 'config.json'}")
+    assert "not" in error
 
 
 def test_quiet_ends_with_the_command(tmp_path, monkeypatch):

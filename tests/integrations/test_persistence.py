@@ -248,7 +248,7 @@ def test_corrupt_json_is_refused(quantized_model, tmp_path):
         quarot.load(tmp_path)
     index.write_text(whole)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(OSError, match="config"):
+    with pytest.raises(ValueError, match=r"config\.json is not JSON"):
         quarot.load(tmp_path)
 
 
@@ -290,6 +290,19 @@ def test_plain_checkpoint_is_refused_by_load(tiny_model, tmp_path):
     tiny_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="not a quarot checkpoint"):
         quarot.load(tmp_path)
+
+
+def test_a_path_without_a_model_is_refused_at_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "missing", str(tmp_path / "missing"), "./missing", "~/missing", ""):
+        with pytest.raises(FileNotFoundError, match="no such folder"):
+            quarot.load(path)
+    with pytest.raises(ValueError, match="is a file; give the folder"):
+        quarot.load(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"folder without config\.json"):
+        quarot.load(tmp_path)
+    with pytest.raises(TypeError, match="not None"):
+        quarot.load(None)
 
 
 def test_tensor_parallel_is_refused(quantized_model):

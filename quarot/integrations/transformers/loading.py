@@ -6,6 +6,7 @@ import json
 import os
 from typing import Any
 
+from quarot.integrations.checkpoint_folder import check_source, read_config
 from quarot.memory import out_of_memory
 
 
@@ -19,9 +20,13 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     Raises:
         ValueError: not a quarot checkpoint, one of a newer format, or a corrupt or incomplete one.
         OSError: nothing to load there.
+        TypeError: ``path`` is neither.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    if "subfolder" not in kwargs:
+        check_source(path)
+        read_config(path)
     shared = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only", "subfolder") if k in kwargs}
     config = AutoConfig.from_pretrained(path, **shared)
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
