@@ -101,7 +101,7 @@ def needed_windows(
         "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
         "tuning": bool(config.tune_steps and configs),
         "learning rotations": bool(config.rotation_steps and configs),
-        "w_bits_budget": bool(config.w_bits_budget and configs),
+        "w_bits_budget": bool(config.w_bits_budget),
         "kv_bits_budget": bool(config.kv_bits_budget),
     }
     names = [name for name, is_needed in needed.items() if is_needed]
@@ -127,45 +127,33 @@ def quantize_layers(
 ) -> Quantized:
     """Quantise every layer, and the head where it is among ``configs``."""
     with fused_float32_attention(model):
-        return _quantize_layers(model, configs, windows, config, store, place, progress)
-
-
-def _quantize_layers(
-    model: Any,
-    configs: dict[str, QuarotConfig],
-    windows: torch.Tensor | None,
-    config: QuarotConfig,
-    store: Store | None,
-    place: Place,
-    progress: bool,
-) -> Quantized:
-    record = architecture_of(model)
-    inputs = None if windows is None else LayerInputs(model, windows, place.device)
-    reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None
-    found = Quantized({}, {}, {})
-    layers = list(decoder_layers(model))
-    for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
-        if not place.needs(name, inputs is not None):
-            continue
-        prefix = name + "."
-        chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
-        with out_of_memory(f"quantising {name}", _lower(config)), place.at_work(name, layer, tuple(chosen)):
-            work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
-            finished = None if store is None else store.load(name)
-            if finished is not None:
-                work.adopt(finished)
-            else:
-                work.quantize()
-                if store is not None:
-                    store.save(name, work.finished)
-            if index + 1 < len(layers) or record.lm_head in configs:
-                work.advance()
-            work.install()
-            for found_here, everywhere in zip((work.clips, work.latents, work.starved), found, strict=True):
-                everywhere.update({prefix + path: value for path, value in found_here.items()})  # type: ignore[attr-defined]
-            del work  # it holds the weights that were replaced
-    if record.lm_head in configs:
-        quantize_head(model, record, configs[record.lm_head], inputs, place.device)
+        record = architecture_of(model)
+        inputs = None if windows is None else LayerInputs(model, windows, place.device)
+        reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None
+        found = Quantized({}, {}, {})
+        layers = list(decoder_layers(model))
+        for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
+            if not place.needs(name, inputs is not None):
+                continue
+            prefix = name + "."
+            chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
+            with out_of_memory(f"quantising {name}", _lower(config)), place.at_work(name, layer, tuple(chosen)):
+                work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
+                finished = None if store is None else store.load(name)
+                if finished is not None:
+                    work.adopt(finished)
+                else:
+                    work.quantize()
+                    if store is not None:
+                        store.save(name, work.finished)
+                if index + 1 < len(layers) or record.lm_head in configs:
+                    work.advance()
+                work.install()
+                for found_here, everywhere in zip((work.clips, work.latents, work.starved), found, strict=True):
+                    everywhere.update({prefix + path: value for path, value in found_here.items()})  # type: ignore[attr-defined]
+                del work  # it holds the weights that were replaced
+        if record.lm_head in configs:
+            quantize_head(model, record, configs[record.lm_head], inputs, place.device)
     return found
 
 

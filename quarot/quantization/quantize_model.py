@@ -127,7 +127,7 @@ def _quantize(
             with _all_on(model, where):
                 if config.kv_bits_budget:
                     config = with_allocated_kv_bits(model, config, windows, store, progress)
-                if config.w_bits_budget and configs:
+                if config.w_bits_budget:
                     config = with_allocated_bits(model, record, config, configs, windows, store, progress)
             configs = selected(model, record, config)
         if windows is not None and configs and (config.tune_steps or config.rotation_steps):

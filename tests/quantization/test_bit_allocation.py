@@ -161,6 +161,7 @@ def test_a_resumed_run_allocates_the_same(tiny_model: Callable[..., Any], tmp_pa
         ({"w_bits_budget": 4.0, "w_bits_choices": [1, 4]}, r"w_bits_choices=\[1, 4\]"),
         ({"w_bits_budget": 4.0, "w_bits_choices": []}, "w_bits_choices"),
         ({"w_bits_budget": 4.0, "overrides": {".*": {"w_bits": 4}}}, "no layer is left"),
+        ({"w_bits_budget": 4.0, "w_bits": 16}, "no layer is left"),
         ({"w_bits_budget": 4.0, "calibration": None, "w_method": "rtn"}, "w_bits_budget need calibration text"),
     ],
 )
