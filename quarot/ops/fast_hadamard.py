@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 
+from quarot.precision import tf32
 from quarot.rotation.hadamard import hadamard_matrix
 
 NAME = "fast_hadamard_transform"
@@ -62,7 +63,8 @@ def transform(x: torch.Tensor, order: int, pow2: int) -> torch.Tensor:
     rows = x.reshape(-1, order, pow2)
     y = function(rows, (order * pow2) ** -0.5)
     if order > 1:
-        y = torch.matmul(_factor(order, x.dtype, x.device), y)
+        with tf32(False):
+            y = torch.matmul(_factor(order, x.dtype, x.device), y)
     return y.reshape(x.shape)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from quarot.ops import fast_hadamard
 from quarot.ops.hadamard import hadamard_reference
+from quarot.precision import tf32
 from quarot.rotation.hadamard import hadamard_matrix
 
 
@@ -38,6 +39,19 @@ def test_it_computes_what_the_op_does(installed, order, pow2, dtype):
     assert got.dtype == dtype
     assert got.shape == x.shape
     torch.testing.assert_close(got.double(), want, rtol=0, atol=8e-3 if dtype == torch.float16 else 1e-5)
+
+
+def test_the_dense_factor_stays_in_float32_where_tf32_is_allowed(installed):
+    allowed, matmul = [], torch.matmul
+
+    def seen(*operands):
+        allowed.append(torch.backends.cuda.matmul.allow_tf32)
+        return matmul(*operands)
+
+    installed.setattr(torch, "matmul", seen)
+    with tf32(True):
+        fast_hadamard.transform(torch.randn(2, 192), 12, 16)
+    assert allowed == [False]
 
 
 def test_what_it_does_not_serve_is_left_to_quarot(installed):
