@@ -50,7 +50,7 @@ class Found:
 
     Attributes:
         ms: milliseconds of the prefill, or of a decoded token.
-        nbytes: peak memory, weights and cache included; on a CPU what weights and cache hold. None where not known.
+        nbytes: peak memory of the calls, weights and cache included, on a GPU; None on a CPU.
         failure: why there is nothing; empty otherwise.
     """
 
@@ -91,15 +91,13 @@ def cost(subject: Subject, case: Case, repeats: int, recorded: bool = False) -> 
     device = subject.device
     release(device)
     call: Any = None
+    before: Any = None
     try:
         with torch.inference_mode():
-            if case.tokens:
-                decode = subject.decode(case.batch, case.prompt, case.tokens + 1, recorded)
-                call = decode
-                ms = milliseconds(decode.step, repeats, case.tokens, before=decode.rewind)
-            else:
-                call = (subject.prefill_block if case.is_block else subject.prefill)(case.batch, case.prompt)
-                ms = milliseconds(call, repeats)
+            call, before = _prepared(subject, case, recorded)
+            if device.type == "cuda":  # what it took to fill the caches is no cost of the case
+                torch.cuda.reset_peak_memory_stats(device)
+            ms = milliseconds(call, repeats, max(case.tokens, 1), before=before)
         nbytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         return Found(ms, nbytes)
     except torch.OutOfMemoryError:
@@ -110,8 +108,17 @@ def cost(subject: Subject, case: Case, repeats: int, recorded: bool = False) -> 
         # A peer that waits for the GPU inside a step (some mixtures of experts) is no reason to stop.
         return Found(failure=f"its step cannot be recorded as a CUDA graph: {str(error).splitlines()[0]}")
     finally:
-        del call
+        del call, before
         release(device)
+
+
+def _prepared(subject: Subject, case: Case, recorded: bool) -> tuple[Callable[[], Any], Callable[[], Any] | None]:
+    """What is timed, and what goes before each round."""
+    if case.tokens:
+        decode = subject.decode(case.batch, case.prompt, case.tokens + 1, recorded)
+        return decode.step, decode.rewind
+    prefill = subject.prefill_block if case.is_block else subject.prefill
+    return prefill(case.batch, case.prompt), None
 
 
 def cases(

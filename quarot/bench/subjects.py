@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from quarot.architectures import geometry
 from quarot.config import QuarotConfig
-from quarot.nn.kv_format import KVFormat, arguments
+from quarot.nn.kv_format import arguments
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.argmax_rows import argmax_rows
@@ -88,7 +88,7 @@ class Quantized(Subject):
 
     @property
     def _packs_cache(self) -> bool:
-        return KVFormat.from_config(self.model.config.quantization_config).quantizes
+        return self.model.config.quantization_config.rounds_cache  # type: ignore[no-any-return]
 
     def prefill(self, batch: int, length: int) -> Call:
         """See :meth:`Subject.prefill`; exact attention, codes stored in a cache that was allocated before."""

@@ -8,6 +8,7 @@ quarot bench ./llama-w4a4kv4 --quick           (a quantised folder; its peer has
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -122,6 +123,8 @@ def _subjects(options: argparse.Namespace, dtype: Any, device: Any) -> dict[str,
         recipe, path = QuarotConfig(w_method="rtn", **bits), None
     if options.layers is not None:
         whole, path = _resized(whole, options.layers), None
+        pairs = itertools.cycle(recipe.kv_bits_by_layer)
+        recipe = recipe.replace(kv_bits_by_layer=list(itertools.islice(pairs, options.layers)))
     block = _resized(plain(whole), 1, vocab=32)
 
     def quarots(is_block: bool) -> Any:

@@ -44,9 +44,14 @@ def test_a_packed_decode_step_is_that_of_the_model() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "kind"),
-    [({"a_bits": 16}, UnfusedDecode), ({"k_bits": 16, "v_bits": 16}, StaticDecode), ({}, PackedDecode)],
+    [
+        ({"a_bits": 16}, UnfusedDecode),
+        ({"k_bits": 16, "v_bits": 16}, StaticDecode),
+        ({"k_bits": 16, "v_bits": 16, "kv_bits_by_layer": [[16, 16], [8, 4]]}, PackedDecode),
+        ({}, PackedDecode),
+    ],
 )
-def test_every_recipe_decodes(fields: dict[str, int], kind: type) -> None:
+def test_every_recipe_decodes(fields: dict[str, Any], kind: type) -> None:
     subject = quantized(**fields)
     assert isinstance(subject.decode(2, 10, 4), kind)
     for case in (Case("decode", 2, 10, 3), Case("prefill", 2, 5), Case("block prefill", 2, 5)):

@@ -125,6 +125,16 @@ def test_bench_knows_models_by_name(capsys):
     assert "eager" not in capsys.readouterr().out
 
 
+def test_bench_resizes_a_model_whose_cache_differs_by_layer(quantized, tmp_path, capsys):
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["kv_bits_by_layer"] = [[8, 4]] * config["num_hidden_layers"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = ["--batch", "1", "--prompt", "4", "--tokens", "1", "--repeats", "1", "--tables", "decode"]
+    layers = ["--layers", str(config["num_hidden_layers"] + 1)]
+    assert main(["bench", str(tmp_path), "--no-peer", "--device", "cpu", "--quiet", *layers, *sizes]) == 0
+    assert "| 1 | 4 |" in capsys.readouterr().out
+
+
 def test_demo_saves_and_reloads(model_folder, text_file, tmp_path, capsys):
     out = tmp_path / "kept"
     arguments = ["--text", str(text_file), "--calibration", str(text_file), "--out", str(out), "--windows", "1", *QUICK]
