@@ -60,18 +60,35 @@ def architecture_of(model: nn.Module) -> Architecture:
 
     Raises:
         NotImplementedError: naming the family, why it is not supported, and which are.
+        TypeError: not a model.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a loaded transformers model is wanted, not {model!r}: AutoModelForCausalLM.from_pretrained")
     names = [cls.__name__ for cls in type(model).__mro__]
     for name in names:
         if name in ARCHITECTURES:
             return ARCHITECTURES[name]
     reason = next((REASONS[name] for name in names if name in REASONS), None)
     if reason is None:
-        reason = "quarot has no record of this class"
+        reason = _wrapping(names[0]) or "quarot has no record of this class"
         if any(isinstance(module, nn.LayerNorm) for module in model.modules()):
             reason += ", and it uses LayerNorm, which does not commute with a rotation"
     supported = ", ".join(ARCHITECTURES)
     raise NotImplementedError(f"{names[0]} is not supported: {reason}. Supported: {supported}")
+
+
+def _wrapping(name: str) -> str | None:
+    """What is wrong with a supported model in a wrong guise, and the way out; None for other classes."""
+    if name == "OptimizedModule":
+        return "it is compiled; rotate and quantise first, then torch.compile"
+    if name.startswith(("Peft", "Lora")):
+        return "it carries adapters; merge_and_unload() them first"
+    if name in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
+        return "it is wrapped for training; pass its .module"
+    stems = (supported.removesuffix("ForCausalLM") for supported in ARCHITECTURES)
+    if any(name.startswith((f"{stem}Model", f"{stem}For")) for stem in stems):
+        return "only models with a language-modelling head are; load it with AutoModelForCausalLM"
+    return None
 
 
 def geometry(model: Any) -> Geometry:

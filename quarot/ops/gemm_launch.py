@@ -57,6 +57,18 @@ def _check_kinds(
         raise ValueError(f"integer GEMM: its tensors are on {', '.join(sorted(map(str, devices)))}")
 
 
+def check_bias(bias: torch.Tensor | None, weight_scale: torch.Tensor) -> None:
+    """Raise ValueError for a bias that a kernel would read beyond its end, or in the memory of another device."""
+    if bias is None:
+        return
+    n, device = weight_scale.shape[0], weight_scale.device
+    if bias.shape != (n,) or bias.device != device or not bias.is_floating_point():
+        raise ValueError(
+            f"integer GEMM: bias must be [{n}] floats on {device}, got {tuple(bias.shape)} {bias.dtype} on"
+            f" {bias.device}"
+        )
+
+
 def bias_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
     """``bias`` in float32, converted once while it lives (the epilogue adds in float32)."""
     if bias is None or (bias.dtype == torch.float32 and bias.is_contiguous()):

@@ -53,7 +53,7 @@ def reference(
     packed_activations: bool = False,
 ) -> torch.Tensor:
     """Specification; see the module."""
-    _check(codes, row_scale, qweight, weight_scale, packed_activations)
+    _check(codes, row_scale, qweight, weight_scale, bias, packed_activations)
     codes = unpack_nibbles(codes) if packed_activations else codes
     weight = unpacked(qweight)[: weight_scale.shape[0]]
     return scaled_integer_matmul(codes, row_scale, weight, weight_scale, bias, out_dtype, w_max=8)
@@ -73,7 +73,12 @@ def fake(
 
 
 def _check(
-    codes: torch.Tensor, row_scale: torch.Tensor, qweight: torch.Tensor, weight_scale: torch.Tensor, packed: bool
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: bool,
 ) -> None:
     width = codes.shape[1] * (2 if packed else 1)
     n = weight_scale.shape[0]
@@ -87,6 +92,7 @@ def _check(
         raise ValueError(
             f"gemm_w4a4: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes"
         )
+    gemm_launch.check_bias(bias, weight_scale)
 
 
 def cuda(
@@ -103,7 +109,7 @@ def cuda(
     The tiles feed the int8 tensor cores. Packed activations go to the INT4 ones (with row-major weights) where the GPU
     has them, else they are unpacked first.
     """
-    _check(codes, row_scale, qweight, weight_scale, packed_activations)
+    _check(codes, row_scale, qweight, weight_scale, bias, packed_activations)
     weight = qweight
     if packed_activations:
         int4_cores = torch.cuda.get_device_capability(codes.device) < (9, 0)

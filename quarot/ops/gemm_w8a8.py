@@ -23,7 +23,7 @@ def reference(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Specification; see the module."""
-    _check(codes, row_scale, qweight, weight_scale)
+    _check(codes, row_scale, qweight, weight_scale, bias)
     return scaled_integer_matmul(codes, row_scale, qweight, weight_scale, bias, out_dtype)
 
 
@@ -39,7 +39,13 @@ def fake(
     return codes.new_empty((codes.shape[0], weight_scale.shape[0]), dtype=out_dtype)
 
 
-def _check(codes: torch.Tensor, row_scale: torch.Tensor, qweight: torch.Tensor, weight_scale: torch.Tensor) -> None:
+def _check(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> None:
     if qweight.ndim != 2 or codes.shape[1] != qweight.shape[1] or weight_scale.shape[0] != qweight.shape[0]:
         raise ValueError(
             f"gemm_w8a8: codes {tuple(codes.shape)}, qweight {tuple(qweight.shape)} and weight_scale"
@@ -49,6 +55,7 @@ def _check(codes: torch.Tensor, row_scale: torch.Tensor, qweight: torch.Tensor, 
         raise ValueError(
             f"gemm_w8a8: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes"
         )
+    gemm_launch.check_bias(bias, weight_scale)
 
 
 def cuda(
@@ -60,7 +67,7 @@ def cuda(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Launches ``csrc/gemm``."""
-    _check(codes, row_scale, qweight, weight_scale)
+    _check(codes, row_scale, qweight, weight_scale, bias)
     return gemm_launch.launch(
         codes, row_scale, qweight, weight_scale, bias, out_dtype, weight_format=gemm_launch.INT8_ROWS
     )

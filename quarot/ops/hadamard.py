@@ -104,8 +104,11 @@ def hadamard_transform(x: torch.Tensor, spec: HadamardSpec | None = None) -> tor
     :func:`hadamard_reference`.
 
     Raises:
+        TypeError: not a tensor, or not a spec.
         ValueError: x has no dimension, no full-width transform of the last one exists, or ``spec`` is for another size.
     """
+    if not isinstance(x, torch.Tensor) or not (spec is None or isinstance(spec, HadamardSpec)):
+        raise TypeError(f"hadamard_transform takes a tensor and a HadamardSpec or None, not {x!r} and {spec!r}")
     if x.dim() == 0:
         raise ValueError("hadamard_transform: x is a scalar tensor; it needs a dimension to transform")
     width = x.shape[-1]

@@ -25,6 +25,10 @@ SMALLEST_SCALE = 2.0**-126
 """The smallest normal fp32: smaller scales become zero."""
 
 
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes the reference takes; any other would be quantised as what it happens to cast to."""
+
+
 def check_bits(bits: int, packed: bool) -> None:
     """Raise ValueError for a code width the ops do not have."""
     if not 2 <= bits <= 8:
@@ -36,6 +40,10 @@ def check_bits(bits: int, packed: bool) -> None:
 def quantize_rows(x: torch.Tensor, bits: int, clip: float, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """The rule of the module on ``x`` [..., K]: codes (int8 [M, Kp] or packed uint8 [M, Kp/2]) and scale fp32 [M]."""
     check_bits(bits, packed)
+    if x.dtype not in FLOATS or not x.dim():
+        raise TypeError(
+            f"only float16, bfloat16, float32 and float64 rows can be quantised, not {x.dtype} {[*x.shape]}"
+        )
     rows = x.float().reshape(x.shape[:-1].numel(), x.shape[-1])
     qmax = 2 ** (bits - 1) - 1
     absmax = rows.abs().amax(-1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)

@@ -79,6 +79,8 @@ def quantize_model(
     may be made again.
     """
     record = architecture_of(model)
+    if config is not None and not isinstance(config, QuarotConfig):
+        raise TypeError(f"config must be a QuarotConfig, not {config!r}; QuarotConfig.from_dict makes one of a dict")
     config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
     config = config.replace(rotation=_rotation_of(model, config))
     if isinstance(calibration, Iterator):

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from quarot.architectures import Architecture, Geometry, decoder_layers, has_submodule
+from quarot.config import QuarotConfig
 
 
 def check_structure(model: nn.Module, record: Architecture, sizes: Geometry) -> None:
@@ -30,7 +31,8 @@ def check_unquantized(model: nn.Module) -> None:
     get = config.get if isinstance(config, dict) else lambda key: getattr(config, key, None)
     method = str(getattr(get("quant_method"), "value", get("quant_method"))) if config is not None else None
     if method == "quarot":
-        state = "quantised" if get("w_bits") != 16 else "rotated"
+        recorded = QuarotConfig.from_dict(config) if isinstance(config, dict) else config
+        state = "quantised" if recorded.rounds_linears or recorded.rounds_cache else "rotated"
         raise ValueError(f"this model is already {state} by quarot; load the original model and start from there")
     if getattr(model, "quarot_rotation", None) is not None:
         raise ValueError(
