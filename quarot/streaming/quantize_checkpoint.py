@@ -6,7 +6,6 @@ import copy
 import hashlib
 import logging
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,8 +80,11 @@ def quantize_checkpoint(
     Raises:
         CannotStream: it takes the whole model in memory (tuning, learned rotations, budgets of bits, checkpoints that
             are not safetensors or that transformers renames); the message says why. Nothing was written.
+        FileExistsError: ``out`` is a file.
         NotImplementedError, ValueError: as the functions above; or an unfinished run with other settings is in the way.
     """
+    if Path(out).is_file():
+        raise FileExistsError(f"quantize_checkpoint: {out} is a file, not a folder")
     checkpoint = Checkpoint(path)
     model = checkpoint.empty_model(dtype)
     record = architecture_of(model)
@@ -222,6 +224,5 @@ def _finish(work: Path, target: Path) -> None:
     from quarot.integrations.transformers.saving import move_into_place, sync
 
     sync(work)
-    move_into_place(work, target.absolute())
-    (target / FINGERPRINT).unlink(missing_ok=True)
-    shutil.rmtree(work, ignore_errors=True)
+    # The fingerprint leaves last: a kill in between must not leave shards that any run would take for its own.
+    move_into_place(work, target.absolute(), behind=FINGERPRINT)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -174,6 +175,37 @@ def test_an_old_checkpoint_is_replaced_at_the_end(source: Callable[..., Path], t
     assert_same(out, in_memory(path, tmp_path / "whole", {}, w_method="rtn", progress=False))
     assert (out / "notes.txt").read_text() == "kept"
     assert not [file for file in out.iterdir() if file.name.startswith(".") or file.name == "fingerprint.json"]
+
+
+def test_interrupted_while_replacing_an_old_checkpoint(
+    source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of one run is not taken for a beginning of another."""
+    path, out = source("qwen2", num_hidden_layers=4), tmp_path / "out"
+    quarot.quantize_checkpoint(path, out, w_method="rtn", progress=False)
+    replace = os.replace
+
+    def stopping(old: Path, new: Path) -> None:
+        if Path(new).parent == out and Path(old).name.startswith("model-00002"):
+            raise KeyboardInterrupt
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        quarot.quantize_checkpoint(path, out, w_method="rtn", w_bits=8, progress=False)
+    monkeypatch.undo()
+    assert not (out / "config.json").exists()
+    with pytest.raises(ValueError, match="another configuration; delete it"):
+        quarot.quantize_checkpoint(path, out, w_method="rtn", progress=False)
+    quarot.quantize_checkpoint(path, out, w_method="rtn", w_bits=8, progress=False)
+    assert_same(out, in_memory(path, tmp_path / "whole", {}, w_method="rtn", w_bits=8, progress=False))
+    assert not [file for file in out.iterdir() if file.name.startswith(".") or file.name == "fingerprint.json"]
+
+
+def test_a_target_that_is_a_file_is_refused_first(source: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "out").write_text("a note")
+    with pytest.raises(FileExistsError, match="out is a file"):
+        quarot.quantize_checkpoint(source("qwen2"), tmp_path / "out", w_method="rtn", progress=False)
 
 
 def test_what_cannot_be_streamed_says_why(source: Callable[..., Path], tmp_path: Path) -> None:

@@ -79,18 +79,25 @@ def save_pretrained(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def move_into_place(partial: Path, target: Path) -> None:
-    """Rename the files of ``partial`` into ``target``; other files there (a tokenizer) stay."""
+def move_into_place(partial: Path, target: Path, behind: str | None = None) -> None:
+    """Rename the files of ``partial`` into ``target``; other files there (a tokenizer) stay.
+
+    The file named ``behind`` is no part of the checkpoint: it stays in ``partial`` until everything else has moved, and
+    is deleted then.
+    """
     if not target.exists():
         os.replace(partial, target)
+        if behind is not None:
+            (target / behind).unlink(missing_ok=True)
         return
-    names = sorted(os.listdir(partial))
+    names = sorted(name for name in os.listdir(partial) if name != behind)
     (target / _CONFIG).unlink(missing_ok=True)
     for name in os.listdir(target):
         if _SHARD.fullmatch(name) and name not in names:
             (target / name).unlink()
     for name in [n for n in names if n != _CONFIG] + [_CONFIG]:
         os.replace(partial / name, target / name)
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
