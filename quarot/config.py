@@ -30,6 +30,10 @@ def _listed(value: Any) -> Any:
     return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
+def _default_kv_clip(key_bits: int, value_bits: int) -> float:
+    return 1.0 if min(key_bits, value_bits) >= 8 else 0.95
+
+
 @dataclass(repr=False)
 class QuarotConfig(QuantizationConfigMixin):
     """What to quantise, to how many bits, and how. The defaults are the paper's W4A4KV4 GPTQ recipe (sections 4 and 5).
@@ -47,7 +51,7 @@ class QuarotConfig(QuantizationConfigMixin):
         k_bits, v_bits: bits of cached keys and values: 2, 3, 4, 8, or 16 for none.
         kv_group_size: channels of a head that share one scale and offset; reduced to head_dim where that is smaller.
         kv_clip: constant clip ratio of keys and values. Default: the paper's 0.95, and 1.0 where both have
-            8 bits or more.
+            8 bits or more (in a layer, with ``kv_bits_by_layer``).
         gptq_damping: fraction of the mean Hessian diagonal added to it; grows tenfold until the factorisation succeeds.
         gptq_act_order: quantise input columns by falling Hessian diagonal.
         gptq_block_size: columns between two lazy updates.
@@ -252,10 +256,7 @@ class QuarotConfig(QuantizationConfigMixin):
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
     def _default_clips(self) -> dict[str, float]:
-        return {
-            "a_clip": 1.0 if self.a_bits == 8 else 0.9,
-            "kv_clip": 1.0 if min(self.k_bits, self.v_bits) >= 8 else 0.95,
-        }
+        return {"a_clip": 1.0 if self.a_bits == 8 else 0.9, "kv_clip": _default_kv_clip(self.k_bits, self.v_bits)}
 
     def replace(self, **changes: Any) -> QuarotConfig:
         """A copy with some fields changed, validated again; clip ratios left at their default follow the bits."""
@@ -275,6 +276,16 @@ class QuarotConfig(QuantizationConfigMixin):
     def rounds_cache(self) -> bool:
         """Whether keys or values of any layer are quantised."""
         return min(self.k_bits, self.v_bits) < 16 or bool(self.kv_bits_by_layer) or self.kv_bits_budget is not None
+
+    def cache_of_layer(self, layer: int | None) -> tuple[int, int, float]:
+        """Key bits, value bits and clip ratio of a decoder layer's cache; None: of ``k_bits`` and ``v_bits``.
+
+        A clip ratio left at its default follows the bits of the layer.
+        """
+        bits = (self.k_bits, self.v_bits)
+        own = tuple(self.kv_bits_by_layer[layer]) if layer is not None and self.kv_bits_by_layer else bits
+        clip = _default_kv_clip(*own) if self.kv_clip == _default_kv_clip(*bits) else self.kv_clip
+        return *own, clip  # type: ignore[return-value]
 
     def ignores(self, module_name: str) -> bool:
         """Whether the linear module of this name stays in the model's dtype.

@@ -68,15 +68,13 @@ class KVFormat:
     def from_config(cls, config: QuarotConfig, layer: int | None = None) -> KVFormat:
         """The format that a quarot configuration asks for, with the R3 of its rotation plan.
 
-        ``layer`` is the index of the decoder layer, whose bits may be its own; None is the model's ``k_bits, v_bits``.
+        ``layer`` is the index of the decoder layer, whose bits may be its own (:meth:`QuarotConfig.cache_of_layer`).
         """
         from quarot.rotation.plan import RotationPlan
 
         rotation = None if config.rotation is None else RotationPlan.from_dict(config.rotation).r3
-        bits = (config.k_bits, config.v_bits)
-        if layer is not None and config.kv_bits_by_layer:
-            bits = tuple(config.kv_bits_by_layer[layer])  # type: ignore[assignment]
-        return cls(*bits, config.kv_group_size, config.kv_clip, rotation)
+        key_bits, value_bits, clip = config.cache_of_layer(layer)
+        return cls(key_bits, value_bits, config.kv_group_size, clip, rotation)
 
     @classmethod
     def of_model(cls, config: PretrainedConfig, layer: int | None = None) -> KVFormat | None:

@@ -74,6 +74,17 @@ def test_cache_takes_the_format_of_the_model_and_what_is_passed():
     assert changed == KVFormat(2, 3, 64, 1.0, HadamardSpec(64, 1, 64))
 
 
+def test_a_clip_ratio_left_at_its_default_follows_the_bits_of_the_layer():
+    pairs = [[8, 8], [4, 8], [16, 16], [2, 2]]
+    mixed = QuarotConfig(kv_bits_by_layer=pairs)
+    assert [KVFormat.from_config(mixed, layer).clip for layer in range(4)] == [1.0, 0.95, 1.0, 0.95]
+    mixed = QuarotConfig(k_bits=8, v_bits=8, kv_bits_by_layer=pairs)
+    assert [KVFormat.from_config(mixed, layer).clip for layer in range(4)] == [1.0, 0.95, 1.0, 0.95]
+    assert KVFormat.from_config(mixed).clip == 1.0
+    given = QuarotConfig(kv_clip=0.9, kv_bits_by_layer=pairs)
+    assert {KVFormat.from_config(given, layer).clip for layer in range(4)} == {0.9}
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
