@@ -39,11 +39,22 @@ def tuning_attention(
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
+def tuning_mask(*, kv_length: int, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """No mask, which is causal attention, except for sliding windows: training windows have no padding.
+
+    transformers decides the same outside of a recording; inside one it draws the mask, and with a mask PyTorch takes
+    attention kernels that cost several times as much.
+    """
+    if local_size is None or kv_length < local_size:
+        return None
+    return sdpa_mask(kv_length=kv_length, local_size=local_size, **kwargs)
+
+
 @contextmanager
 def quantized_attention(model: Any, config: QuarotConfig) -> Iterator[None]:
     """Let the model attend to keys and values as ``config`` quantises them, inside the ``with`` block."""
     AttentionInterface.register(NAME, tuning_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, tuning_mask)
     record, cache = architecture_of(model), KVFormat.from_config(config)
     attentions = [layer.get_submodule(record.attention) for _, layer in decoder_layers(model)]
     for attention in attentions:

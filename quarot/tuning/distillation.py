@@ -21,11 +21,10 @@ class _HeadDivergence(torch.autograd.Function):
         gradient = torch.empty_like(student, dtype=torch.float32)
         for start in range(0, student.shape[0], _ROWS):
             part = slice(start, start + _ROWS)
-            own = F.log_softmax(F.linear(student[part].to(head.dtype), head).float() / scaling, -1)
-            target = F.log_softmax(F.linear(teacher[part].to(head.dtype), head).float() / scaling, -1)
-            wanted = target.exp()
-            total += (wanted * (target - own)).sum()
-            gradient[part] = (own.exp_() - wanted).to(head.dtype) @ head
+            own, target = (F.linear(states[part].to(head.dtype), head) for states in (student, teacher))
+            losses, slope = _divergence(own, target, scaling)
+            total += losses.sum()
+            gradient[part] = slope @ head
         ctx.save_for_backward(gradient.div_(student.shape[0] * scaling))
         ctx.dtype = student.dtype
         return total / student.shape[0]
@@ -33,6 +32,20 @@ class _HeadDivergence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return (ctx.saved_tensors[0] * gradients[0]).to(ctx.dtype), None, None, None
+
+
+def _divergence(own: torch.Tensor, target: torch.Tensor, scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """From logits [R, V]: KL of the rows, and the difference of the probabilities in the dtype of the logits."""
+    if own.is_cuda and own.dtype != torch.float64:
+        try:
+            from quarot.tuning.triton_divergence import divergence_
+        except ImportError:
+            pass
+        else:
+            return divergence_(own, target, scaling), own
+    student, teacher = (F.log_softmax(logits.float() / scaling, -1) for logits in (own, target))
+    wanted = teacher.exp()
+    return (wanted * (teacher - student)).sum(-1), (student.exp_() - wanted).to(own.dtype)
 
 
 def head_divergence(

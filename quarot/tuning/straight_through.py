@@ -85,14 +85,21 @@ class _Cache(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, clip: float, top: int) -> Tensor:
-        ctx.save_for_backward(x)
         ctx.clip, ctx.top = clip, top
+        ctx.kernels = _kernels(x) if x.shape[-1] & (x.shape[-1] - 1) == 0 else None
+        if ctx.kernels is not None:
+            x = x.contiguous()
+            ctx.save_for_backward(x)
+            return ctx.kernels.cache_forward(x, clip, top)  # type: ignore[no-any-return]
+        ctx.save_for_backward(x)
         position, scale, offset = _cache_position(x, clip, top)
         return position.round_().clamp_(0, top).mul_(scale).add_(offset).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (x,) = ctx.saved_tensors
+        if ctx.kernels is not None:
+            return ctx.kernels.cache_backward(x, gradients[0].contiguous(), ctx.clip, ctx.top), None, None
         position, _, _ = _cache_position(x, ctx.clip, ctx.top)
         gradient = gradients[0].float()
         outside = position != position.clamp(0, ctx.top)
@@ -126,12 +133,17 @@ class _Weights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, step: Tensor, zero: Tensor | None, half: int) -> Tensor:
         ctx.save_for_backward(weight, step, zero)
-        ctx.half = half
+        ctx.half, ctx.kernels = half, _kernels(weight)
+        if ctx.kernels is not None:
+            return ctx.kernels.weights_forward(weight, step, zero, half)  # type: ignore[no-any-return]
         return _centred_codes(weight / step, zero, half).mul_(step)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         weight, step, zero = ctx.saved_tensors
+        if ctx.kernels is not None:
+            found = ctx.kernels.weights_backward(weight, gradients[0].contiguous(), step, zero, ctx.half)
+            return (*found, None, None)
         gradient = gradients[0].float()
         position = weight / step
         codes = _centred_codes(position.clone(), zero, ctx.half)

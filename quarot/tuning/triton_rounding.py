@@ -1,7 +1,8 @@
-"""The activation quantiser of training as two Triton kernels, one pass over memory each; CUDA only.
+"""The quantisers of training as two Triton kernels each, one pass over memory; CUDA only.
 
-PyTorch's operations need some twenty passes for the same, half of a training step's time. Triton comes with PyTorch's
-CUDA builds; without it :mod:`quarot.tuning.straight_through` takes those operations. The formulas are there.
+PyTorch's operations need some twenty passes, and as many launches, for the same: half of a training step's time. Triton
+comes with PyTorch's CUDA builds; without it :mod:`quarot.tuning.straight_through` takes those operations. The formulas
+are there.
 """
 
 from __future__ import annotations
@@ -19,13 +20,19 @@ _TO_INTEGER = tl.constexpr(12582912.0)
 
 
 @triton.jit
+def _rint(x):  # type: ignore[no-untyped-def]
+    # Beyond 2^22 codes are far outside of any range: the nearest integer does not matter.
+    return tl.where(tl.abs(x) < 4194304.0, (x + _TO_INTEGER) - _TO_INTEGER, x)
+
+
+@triton.jit
 def _forward(x, y, clip, columns, qmax: tl.constexpr, smallest: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     start = tl.program_id(0).to(tl.int64) * columns
     place = tl.arange(0, block)
     mask = place < columns
     value = tl.load(x + start + place, mask=mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value), 0) * (tl.load(clip) / qmax), smallest)
-    code = (value / scale + _TO_INTEGER) - _TO_INTEGER
+    code = _rint(value / scale)
     code = tl.minimum(tl.maximum(code, -qmax - 1.0), qmax)
     tl.store(y + start + place, (code * scale).to(y.dtype.element_ty), mask=mask)
 
@@ -42,7 +49,7 @@ def _backward(  # type: ignore[no-untyped-def]
     largest = tl.max(tl.abs(value), 0)
     ratio = tl.load(clip) / qmax
     position = value / tl.maximum(largest * ratio, smallest)
-    code = (position + _TO_INTEGER) - _TO_INTEGER
+    code = _rint(position)
     code = tl.minimum(tl.maximum(code, -qmax - 1.0), qmax)
     inside = (position >= -qmax - 1.0) & (position <= qmax)
     of_scale = tl.sum(given * tl.where(inside, code - position, code), 0)
@@ -73,3 +80,102 @@ def backward(x: Tensor, grad: Tensor, clip: Tensor, qmax: int, smallest: float) 
         block = triton.next_power_of_2(columns)
         _backward[(rows,)](x, grad, grad_x, grad_clip, clip, columns, block=block, **constants)
     return grad_x, grad_clip.sum().reshape(clip.shape)
+
+
+@triton.jit
+def _weights_forward(x, y, step, zero, columns, half: tl.constexpr, has_zero: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, block)
+    mask = place < columns
+    size, shift = tl.load(step + row), 0.0
+    if has_zero:
+        shift = tl.load(zero + row)
+    code = _rint(tl.load(x + row * columns + place, mask=mask, other=0.0) / size) + shift
+    code = tl.minimum(tl.maximum(code, -half), half - 1.0) - shift
+    tl.store(y + row * columns + place, code * size, mask=mask)
+
+
+@triton.jit
+def _weights_backward(  # type: ignore[no-untyped-def]
+    x, grad, grad_x, grad_step, step, zero, columns, half: tl.constexpr, has_zero: tl.constexpr, block: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, block)
+    mask = place < columns
+    size, shift = tl.load(step + row), 0.0
+    if has_zero:
+        shift = tl.load(zero + row)
+    position = tl.load(x + row * columns + place, mask=mask, other=0.0) / size
+    code = _rint(position) + shift
+    code = tl.minimum(tl.maximum(code, -half), half - 1.0) - shift
+    given = tl.load(grad + row * columns + place, mask=mask, other=0.0).to(tl.float32)
+    inside = tl.abs(position - code) <= 0.5
+    tl.store(grad_x + row * columns + place, tl.where(inside, given, 0.0), mask=mask)
+    tl.store(grad_step + row, tl.sum(given * tl.where(inside, code - position, code), 0))
+
+
+def weights_forward(x: Tensor, step: Tensor, zero: Tensor | None, half: int) -> Tensor:
+    """fp32 [N, G, K/G] -> the same, rounded; ``step`` and ``zero`` [N, G, 1]."""
+    result, columns = torch.empty_like(x), x.shape[-1]
+    constants: dict[str, Any] = {"half": float(half), "has_zero": zero is not None}
+    if x.numel():
+        block = triton.next_power_of_2(columns)
+        _weights_forward[(step.numel(),)](x, result, step, zero, columns, block=block, **constants)
+    return result
+
+
+def weights_backward(x: Tensor, grad: Tensor, step: Tensor, zero: Tensor | None, half: int) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the step."""
+    grad_x, grad_step, columns = torch.empty_like(x), torch.zeros_like(step), x.shape[-1]
+    constants: dict[str, Any] = {"half": float(half), "has_zero": zero is not None}
+    if x.numel():
+        block = triton.next_power_of_2(columns)
+        _weights_backward[(step.numel(),)](x, grad, grad_x, grad_step, step, zero, columns, block=block, **constants)
+    return grad_x, grad_step
+
+
+@triton.jit
+def _cache_forward(x, y, clip: tl.constexpr, top: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(x + place).to(tl.float32)
+    low, high = tl.min(value, 0) * clip, tl.max(value, 0) * clip
+    scale, offset = ((high - low) / top).to(tl.float16).to(tl.float32), low.to(tl.float16).to(tl.float32)
+    position = tl.where(scale > 0, (value - offset) / tl.where(scale > 0, scale, 1.0), 0.0)
+    code = tl.minimum(tl.maximum(_rint(position), 0.0), top)
+    tl.store(y + place, (code * scale + offset).to(y.dtype.element_ty))
+
+
+@triton.jit
+def _cache_backward(x, grad, grad_x, clip: tl.constexpr, top: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    value = tl.load(x + place).to(tl.float32)
+    given = tl.load(grad + place).to(tl.float32)
+    least, most = tl.min(value, 0), tl.max(value, 0)
+    low, high = least * clip, most * clip
+    scale, offset = ((high - low) / top).to(tl.float16).to(tl.float32), low.to(tl.float16).to(tl.float32)
+    position = tl.where(scale > 0, (value - offset) / tl.where(scale > 0, scale, 1.0), 0.0)
+    code = tl.minimum(tl.maximum(_rint(position), 0.0), top)
+    inside = (position >= 0) & (position <= top)
+    of_scale = tl.sum(given * tl.where(inside, code - position, code), 0) * (clip / top)
+    of_offset = tl.sum(tl.where(inside, 0.0, given), 0) * clip
+    result = tl.where(inside, given, 0.0)
+    result += tl.where(value == most, of_scale, 0.0) + tl.where(value == least, of_offset - of_scale, 0.0)
+    tl.store(grad_x + place, result.to(grad_x.dtype.element_ty))
+
+
+def cache_forward(x: Tensor, clip: float, top: int) -> Tensor:
+    """x [..., group], a contiguous tensor with a power of two as group, as the cache gives it back."""
+    result = torch.empty_like(x)
+    if x.numel():
+        rows, group = x.numel() // x.shape[-1], x.shape[-1]
+        _cache_forward[(rows,)](x, result, clip=clip, top=float(top), block=group, num_warps=1)
+    return result
+
+
+def cache_backward(x: Tensor, grad: Tensor, clip: float, top: int) -> Tensor:
+    """Gradient of x."""
+    result = torch.empty_like(x)
+    if x.numel():
+        rows, group = x.numel() // x.shape[-1], x.shape[-1]
+        _cache_backward[(rows,)](x, grad, result, clip=clip, top=float(top), block=group, num_warps=1)
+    return result

@@ -12,7 +12,7 @@ from torch import nn
 from quarot.quantization.quantize_model import quantize_model
 from quarot.rotation.rotate import rotate_model
 from quarot.tuning import straight_through
-from quarot.tuning.straight_through import quantize_activations
+from quarot.tuning.straight_through import quantize_activations, quantize_cache, quantize_weights
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -51,6 +51,62 @@ def test_triton_quantises_as_pytorch_does(
     assert float(fast[2]) == pytest.approx(float(slow[2]), rel=2e-2, abs=0.03 * typical)
 
 
+def both_ways(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[torch.Tensor, ...]]) -> None:
+    pytest.importorskip("triton")
+    fast = run()
+    monkeypatch.setattr(straight_through, "_kernels", lambda _: None)
+    for ours, theirs in zip(fast, run(), strict=True):
+        assert ours.dtype == theirs.dtype
+        # A value in the middle between two codes may fall either way.
+        assert (ours - theirs).float().norm() < 1e-2 * theirs.float().norm()
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("groups", [1, 3])
+def test_triton_rounds_weights_as_pytorch_does(symmetric: bool, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight, grad = (torch.randn(65, 576, device="cuda", generator=generator) * 5 for _ in range(2))
+    step = torch.rand(65, groups, device="cuda", generator=generator) + 0.1
+    zero = None if symmetric else torch.randint(-8, 8, step.shape, device="cuda", generator=generator).float()
+
+    def run() -> tuple[torch.Tensor, ...]:
+        w, s = weight.clone().requires_grad_(True), step.clone().requires_grad_(True)
+        y = quantize_weights(w, s, zero, 4)
+        return (y.detach(), *torch.autograd.grad(y, (w, s), grad))
+
+    both_ways(monkeypatch, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (2, 32), (8, 128), (4, 48)])
+def test_triton_rounds_the_cache_as_pytorch_does(
+    bits: int, group: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, grad = (torch.randn(2, 3, 50, 2 * group, device="cuda", generator=generator).to(dtype) for _ in range(2))
+    x[0, 0, 0] = 1.5
+
+    def run() -> tuple[torch.Tensor, ...]:
+        k = x.clone().requires_grad_(True)
+        y = quantize_cache(k, bits, 0.95, group)
+        return y.detach(), *torch.autograd.grad(y, k, grad)
+
+    both_ways(monkeypatch, run)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [100, 49152, 128256])
+def test_the_fused_divergence_is_that_of_pytorch(vocabulary: int, dtype: torch.dtype) -> None:
+    kernels = pytest.importorskip("quarot.tuning.triton_divergence")
+    generator = torch.Generator("cuda").manual_seed(0)
+    own, target = (torch.randn(9, vocabulary, device="cuda", generator=generator).mul(3).to(dtype) for _ in range(2))
+    student, teacher = (torch.log_softmax(x.double() / 1.5, -1) for x in (own, target))
+    losses = kernels.divergence_(own, target, 1.5)
+    assert losses.double() == pytest.approx((teacher.exp() * (teacher - student)).sum(-1), rel=1e-4)
+    slope = student.exp() - teacher.exp()
+    assert (own.double() - slope).abs().max() < (1e-2 if dtype == torch.bfloat16 else 1e-4) * slope.abs().max()
+
+
 def test_a_strided_input_is_read_as_it_is() -> None:
     x = torch.randn(64, 5, device="cuda").T
     grad = torch.ones(64, 5, device="cuda").T
@@ -74,7 +130,6 @@ def test_steps_are_recorded_and_help(tiny_model: Callable[..., nn.Module], caplo
             rotation_steps=40,
             tune_steps=60,
             tune_learning_rate=0.01,
-            resampling_rounds=1,
             **FIELDS,
         )
     assert not [record for record in caplog.records if "recorded" in record.message]
