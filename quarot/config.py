@@ -78,9 +78,8 @@ class QuarotConfig(QuantizationConfigMixin):
         rotation_steps: steps of learning R1, R2 and the scales in front of R4 before anything is quantised
             (:mod:`quarot.rotation.learned`); 0 for none (the paper: random). There is nothing to learn, and no step is
             made, where only weights are rounded.
-        training_samples: token windows that rotations and codes are trained on, drawn apart from those of GPTQ.
-        resampling_rounds: how often the training windows are resampled by the model itself
-            (:mod:`quarot.calibration.resampling`); each round adds as many windows.
+        training_samples: token windows of the calibration text that rotations and codes are trained on, drawn apart
+            from those of GPTQ. The last windows of the text are held out, and training keeps what did best on them.
         gptq_expert_tokens: an expert's projection of K inputs to which calibration routes fewer than this many times K
             tokens is calibrated on other tokens of its layer as well, until there are as many
             (:mod:`quarot.quantization.expert_moments`); 0 never adds any, and rounds experts without a token to
@@ -135,7 +134,6 @@ class QuarotConfig(QuantizationConfigMixin):
     tune_seconds: float | None = None
     rotation_steps: int = 0
     training_samples: int = 256
-    resampling_rounds: int = 0
     gptq_expert_tokens: int = 2
     starved_experts: dict[str, int] = field(default_factory=dict)
     w_bits_budget: float | None = None
@@ -168,7 +166,7 @@ class QuarotConfig(QuantizationConfigMixin):
         for name in ("w_group_size", "a_group_size"):
             if getattr(self, name) is not None:
                 self._positive(name)
-        for name in ("tune_steps", "rotation_steps", "resampling_rounds", "gptq_expert_tokens"):
+        for name in ("tune_steps", "rotation_steps", "gptq_expert_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more")
         self._in_range("tune_learning_rate", 0.0, 1.0)

@@ -55,6 +55,20 @@ def check_token_ids(model: Any, ids: torch.Tensor) -> None:
         )
 
 
+def held_out(calibration: Any, tokenizer: Any, *, samples: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Calibration data without its end, for :func:`calibration_windows`, and its end, int64 [samples, length].
+
+    The end is an eighth of the data at most, so there may be fewer samples, or none.
+    """
+    if isinstance(calibration, torch.Tensor) and calibration.dim() == 2:
+        kept = len(calibration) - min(samples, len(calibration) // 8)
+        return calibration[:kept], calibration[kept:].long().cpu()
+    ids = _token_ids(calibration, tokenizer)
+    samples = min(samples, len(ids) // (8 * length))
+    kept = len(ids) - samples * length
+    return ids[:kept], ids[kept:].view(samples, length)
+
+
 def _token_ids(calibration: Any, tokenizer: Any) -> torch.Tensor:
     if isinstance(calibration, torch.Tensor):
         if calibration.dim() != 1 or not _holds_ids(calibration):

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from quarot.architectures import Architecture, architecture_of, decoder_layers, geometry
-from quarot.calibration.resampling import resampled_windows
-from quarot.calibration.windows import calibration_windows, check_token_ids
+from quarot.architectures import Architecture, architecture_of
+from quarot.calibration.windows import check_token_ids
 from quarot.config import QuarotConfig
 from quarot.memory import out_of_memory
 from quarot.nn.split_experts import merge_experts, split_experts
@@ -20,12 +19,12 @@ from quarot.quantization.bit_allocation import with_allocated_bits
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.kv_bit_allocation import with_allocated_kv_bits
 from quarot.quantization.pipeline import InMemory, needed_windows, quantize_layers, with_findings
-from quarot.quantization.presets import preset_fields
+from quarot.quantization.presets import with_preset
 from quarot.quantization.progress_store import ProgressStore, fingerprint, weights_hash
 from quarot.quantization.rollback import Rollback
 from quarot.quantization.selection import selected
+from quarot.quantization.training import Drawn, learn_rotation, rounds_activations, teach, training_windows, with_clips
 from quarot.rotation.checks import check_values
-from quarot.rotation.refinement import Refinement
 
 logger = logging.getLogger("quarot")
 
@@ -81,7 +80,7 @@ def quantize_model(
     record = architecture_of(model)
     if config is not None and not isinstance(config, QuarotConfig):
         raise TypeError(f"config must be a QuarotConfig, not {config!r}; QuarotConfig.from_dict makes one of a dict")
-    config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
+    config = with_preset(config or QuarotConfig(), preset, fields)
     config = config.replace(rotation=_rotation_of(model, config))
     if isinstance(calibration, Iterator):
         calibration = list(calibration)  # it may be drawn from twice
@@ -133,12 +132,12 @@ def _quantize(
                     config = with_allocated_bits(model, record, config, configs, windows, store, progress)
             configs = selected(model, record, config)
         if windows is not None and configs and (config.tune_steps or config.rotation_steps):
-            samples, length = config.training_samples, config.calibration_length
-            material = calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed + 1)
-            lower = f"tune_batch_size (now {config.tune_batch_size}) or calibration_length (now {length})"
+            now = config.tune_batch_size, config.calibration_length
+            lower = "tune_batch_size (now {}) or calibration_length (now {})".format(*now)
+            drawn = training_windows(calibration, tokenizer, config)
             with out_of_memory("training", f"{lower}, or do without (tune_steps=0, rotation_steps=0)"):
                 config, clips = _quantize_and_train(
-                    model, configs, windows, material, store, config, where, progress, rollback
+                    model, configs, windows, drawn, store, config, where, progress, rollback
                 )
             starved: dict[str, int] = {}
         else:
@@ -175,7 +174,7 @@ def _quantize_and_train(
     model: Any,
     configs: dict[str, QuarotConfig],
     windows: torch.Tensor,
-    material: torch.Tensor,
+    drawn: Drawn,
     store: ProgressStore | None,
     config: QuarotConfig,
     device: torch.device | None,
@@ -187,7 +186,7 @@ def _quantize_and_train(
     Returns:
         The configuration with the learned rotation, and activation clips by module name.
     """
-    from quarot.tuning.tune import final_states, tune
+    from quarot.tuning.tune import tune
 
     homes = {parameter.device for parameter in model.parameters()}
     if len(homes) > 1:
@@ -198,13 +197,11 @@ def _quantize_and_train(
     home = homes.pop()
     try:
         model.to(device or home)
-        material = resampled_windows(model, material, config.resampling_rounds, config.seed, config.tune_batch_size)
-        targets = final_states(model, material, config.tune_batch_size)
-        if config.rotation_steps and _rounds_activations(config, configs):
+        material = teach(model, drawn, config)
+        if config.rotation_steps and rounds_activations(config, configs):
             rollback.keep_weights()
-            residual, refinement = _learn_rotation(model, config, material, targets, store, progress)
-            configs = _with_clips(model, configs, refinement)
-            targets = (targets.float() @ residual.float()).to(targets.dtype)
+            material, refinement = learn_rotation(model, config, material, store, progress)
+            configs = with_clips(model, configs, refinement)
             config = config.replace(rotation=model.quarot_rotation.to_dict())
         clips = {name: chosen.a_clip for name, chosen in configs.items() if chosen.a_bits < 16}
         calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
@@ -213,57 +210,10 @@ def _quantize_and_train(
         searched, latents, _ = quantize_layers(model, configs, inputs, config, store, place, progress)
         clips |= searched
         if config.tune_steps:
-            clips |= tune(model, config, material, targets, latents, progress)
+            clips |= tune(model, config, material, latents, progress)
     finally:
         model.to(home)
     return config, clips
-
-
-def _rounds_activations(config: QuarotConfig, configs: dict[str, QuarotConfig]) -> bool:
-    """Whether a rotation can learn anything: weights stay as they are meanwhile."""
-    return min(config.k_bits, config.v_bits, *(chosen.a_bits for chosen in configs.values())) < 16
-
-
-def _learn_rotation(
-    model: Any,
-    config: QuarotConfig,
-    windows: torch.Tensor,
-    targets: torch.Tensor,
-    store: ProgressStore | None,
-    progress: bool,
-) -> tuple[torch.Tensor, Refinement]:
-    """Refine the rotation of the model in place; returns the change of the residual basis, [hidden, hidden]."""
-    from quarot.rotation.learned import apply_refinement, learn_refinement
-
-    found = None if store is None else store.load_tensors("rotation")
-    if found is not None:
-        refinement = Refinement(geometry(model), config.a_clip, targets.device)
-        refinement.load_state_dict(found)
-    else:
-        refinement, _ = learn_refinement(
-            model,
-            config,
-            windows,
-            targets,
-            steps=config.rotation_steps,
-            batch_size=config.tune_batch_size,
-            progress=progress,
-            seconds=config.tune_seconds,
-        )
-        if store is not None:
-            store.save_tensors("rotation", refinement.state_dict())
-    return apply_refinement(model, refinement), refinement
-
-
-def _with_clips(model: Any, configs: dict[str, QuarotConfig], refinement: Refinement) -> dict[str, QuarotConfig]:
-    """The layers' settings with the clip ratios that were learned with the rotation."""
-    found = dict(configs)
-    for index, (name, _) in enumerate(decoder_layers(model)):
-        for slot, projections in architecture_of(model).slots.items():
-            for full in (f"{name}.{projection.path}" for projection in projections):
-                if full in found and found[full].a_bits < 16:
-                    found[full] = found[full].replace(a_clip=refinement.clip(index, slot))
-    return found
 
 
 def _rotation_of(model: Any, config: QuarotConfig) -> dict[str, Any] | None:

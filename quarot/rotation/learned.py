@@ -3,8 +3,9 @@
 A random Hadamard rotation spreads outliers whatever they are; among the rotations that cost nothing at run time, some
 leave quantisers less to lose. SpinQuant (Liu et al., 2024) showed that training R1 and R2 on a little text finds them.
 Same aim here, by these means: the divergence of next-token distributions as the loss (no labels), orthogonality by the
-exponential of a skew matrix, Adam, and one more free map, a scale per intermediate channel in front of the online
-transform of down_proj. Weights stay unquantised meanwhile: GPTQ, or tuning, deals with them afterwards.
+exponential of a skew matrix, Adam, and more maps that are free at run time: scales of the intermediate channels in
+front of the online transform of down_proj, scales of the values, rotations and scales of the channel pairs that RoPE
+turns. Weights stay unquantised meanwhile: GPTQ, or tuning, deals with them afterwards.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from quarot.nn.quant_linear import linear_weight
 from quarot.rotation.fold import fold_weight
 from quarot.rotation.orthogonal import MatrixRotation
 from quarot.rotation.plan import RotationPlan
-from quarot.rotation.refinement import SLOTS, LayerMaps, Refinement, refine
+from quarot.rotation.refinement import SLOTS, LayerMaps, Refinement, refine, rope_pairs
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
+from quarot.tuning.material import Material
 from quarot.tuning.optimize import frozen, optimize
 from quarot.tuning.shared_input import SharedInput
 from quarot.tuning.transform import transform, undo_transform
 
-_RATES = {"residual": 1e-3, "values": 3e-3, "up": 1e-2, "clips": 2e-3}
+_RATES = {"residual": 1e-3, "values": 3e-3, "value_scales": 1e-2, "keys": 1e-2, "up": 1e-2, "clips": 2e-3}
 """Peak learning rates of the generators and of the logarithmic scales, for ``learning_rate=1``."""
 
 
@@ -68,8 +70,7 @@ class RefinedLinear(nn.Module):
 def learn_refinement(
     model: Any,
     config: QuarotConfig,
-    windows: Tensor,
-    targets: Tensor,
+    material: Material,
     *,
     steps: int = 200,
     learning_rate: float = 1.0,
@@ -82,8 +83,7 @@ def learn_refinement(
     Args:
         model: after :func:`quarot.rotate_model`, not quantised, all on one device.
         config: bits and clip ratios of activations, keys and values at run time, and the seed.
-        windows: int64 [W, T] calibration tokens.
-        targets: [W, T, hidden], outputs of the model's final norm for them (:func:`quarot.tuning.tune.final_states`).
+        material: calibration tokens and the outputs of the model's final norm for them.
         steps, learning_rate, batch_size: of the training; windows a step.
         progress: show a progress bar.
         seconds: fewer steps where this time does not suffice for them.
@@ -108,8 +108,9 @@ def learn_refinement(
     half = device.type == "cuda"
     head = head.to(torch.bfloat16) if half else head
     scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
-    refinement = Refinement(sizes, config.a_clip, device)
-    groups = [{"params": [p], "base": _RATES[name] * learning_rate} for name, p in refinement.named_parameters()]
+    refinement = Refinement(sizes, config.a_clip, device, rope_pairs(model))
+    learned = ((name, p) for name, p in refinement.named_parameters() if p.numel())
+    groups = [{"params": [p], "base": _RATES[name] * learning_rate} for name, p in learned]
 
     def loss_of(ids: Tensor, wanted: Tensor) -> Tensor:
         maps = refinement.maps()
@@ -124,8 +125,7 @@ def learn_refinement(
         losses = optimize(
             loss_of,
             groups,
-            windows,
-            targets,
+            material,
             steps=steps,
             batch_size=batch_size,
             seed=config.seed,
@@ -153,7 +153,7 @@ def apply_refinement(model: Any, refinement: Refinement) -> Tensor:
     undo = MatrixRotation(residual.T)  # takes rows x to x M^T
     for path in (record.embed, record.lm_head):
         fold_weight(model.get_submodule(path).weight, inputs=[undo])
-    note = "R1, R2 and the scales in front of R4 were refined by training"
+    note = "R1, R2, the basis of keys and the scales in front of R4 were refined by training"
     model.quarot_rotation = dataclasses.replace(plan, notes=(*plan.notes, note))
     from quarot.integrations.transformers import attach
 

@@ -3,7 +3,11 @@
 Row vectors: activations are rows x, a weight acts as ``y = x W^T``. A refinement holds
 
 * R [hidden, hidden], orthogonal, one for the model: the residual stream becomes ``x R``;
-* P [kv_heads, head_dim, head_dim], orthogonal, one per layer: the values of head h become ``v P_h``;
+* P [kv_heads, head_dim, head_dim], invertible, one per layer: the values of head h become ``v P_h``. P is a rotation
+  followed by a scale per channel;
+* z [kv_heads, pairs], complex, one per layer: RoPE turns the channel pair (i, i + pairs) of a head as one complex
+  number, so multiplying the keys' by z and the queries' by 1 / conj(z) commutes with it and cancels in their product.
+  Where a norm sits between projection and RoPE (Qwen3) there are no such pairs;
 * s [intermediate], positive, one per layer: the output of ``up`` is multiplied by it (``silu(gate) * up`` is linear in
   it), so that the input of ``down`` can be balanced before its online Hadamard transform mixes it.
 
@@ -15,22 +19,34 @@ time. The identity is where learning starts: the random Hadamard rotation of :fu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from quarot.architectures import Geometry, Projection
+from quarot.architectures import Geometry, Projection, architecture_of
 
 SLOTS = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 _HALVINGS, _TERMS = 5, 6
 
 
 class LayerMaps(NamedTuple):
-    """R [hidden, hidden], P [kv_heads, head_dim, head_dim] and s [intermediate] of one layer."""
+    """The maps of one layer.
+
+    Attributes:
+        residual: R [hidden, hidden].
+        values: P [kv_heads, head_dim, head_dim].
+        outputs: its inverse, transposed, for the weight that reads the values.
+        keys, queries: z and 1 / conj(z) as real and imaginary part, [2, kv_heads, pairs].
+        up: s [intermediate].
+    """
 
     residual: Tensor
     values: Tensor
+    outputs: Tensor
+    keys: Tensor
+    queries: Tensor
     up: Tensor
 
 
@@ -41,13 +57,16 @@ class Refinement(nn.Module):
         sizes: of the model.
         clip: the clip ratio that learning starts from.
         device: of the parameters, fp32.
+        pairs: channel pairs of a head that RoPE turns and that nothing but RoPE touches (:func:`rope_pairs`).
     """
 
-    def __init__(self, sizes: Geometry, clip: float, device: torch.device) -> None:
+    def __init__(self, sizes: Geometry, clip: float, device: torch.device, pairs: int = 0) -> None:
         super().__init__()
         layers, d = sizes.num_layers, sizes.head_dim
         self.residual = nn.Parameter(torch.zeros(sizes.hidden, sizes.hidden, device=device))
         self.values = nn.Parameter(torch.zeros(layers, sizes.kv_heads, d, d, device=device))
+        self.value_scales = nn.Parameter(torch.zeros(layers, sizes.kv_heads, d, device=device))
+        self.keys = nn.Parameter(torch.zeros(layers, 2, sizes.kv_heads, pairs, device=device))
         self.up = nn.Parameter(torch.zeros(layers, sizes.intermediate, device=device))
         self.clips = nn.Parameter(torch.full((layers, len(SLOTS)), clip, device=device))
 
@@ -57,14 +76,21 @@ class Refinement(nn.Module):
 
     def maps(self) -> list[LayerMaps]:
         """The maps of every layer, with gradients."""
-        residual, values = rotation(self.residual), rotation(self.values)
-        return [LayerMaps(residual, v, u) for v, u in zip(values, self.up.exp(), strict=True)]
+        return self._maps(rotation, lambda x: x)
 
     @torch.no_grad()
     def exact_maps(self) -> list[LayerMaps]:
-        """The maps in float64, orthogonal to the last bits."""
-        residual, values = orthonormal(rotation(self.residual)), orthonormal(rotation(self.values))
-        return [LayerMaps(residual, v, u) for v, u in zip(values, self.up.double().exp(), strict=True)]
+        """The maps in float64, rotations orthogonal to the last bits."""
+        return self._maps(lambda x: orthonormal(rotation(x)), Tensor.double)
+
+    def _maps(self, turn: Callable[[Tensor], Tensor], cast: Callable[[Tensor], Tensor]) -> list[LayerMaps]:
+        residual, values = turn(self.residual), turn(self.values)
+        scales = cast(self.value_scales).exp()[:, :, None]
+        size, angle = cast(self.keys).unbind(1)
+        phase = torch.stack([angle.cos(), angle.sin()], dim=1)
+        keys, queries = phase * size.exp()[:, None], phase * (-size).exp()[:, None]
+        parts = values * scales, values / scales, keys, queries, cast(self.up).exp()
+        return [LayerMaps(residual, *layer) for layer in zip(*parts, strict=True)]
 
 
 def rotation(generator: Tensor) -> Tensor:
@@ -99,7 +125,7 @@ def refine(
         return weight, bias
     if slot == "attn_out":
         heads = weight.unflatten(1, (sizes.heads, sizes.head_dim))
-        turned = maps.values.repeat_interleave(sizes.heads // sizes.kv_heads, 0)
+        turned = maps.outputs.repeat_interleave(sizes.heads // sizes.kv_heads, 0)
         weight = torch.einsum("nhd,hde->nhe", heads, turned).flatten(1)
     else:
         weight = weight / maps.up
@@ -114,7 +140,29 @@ def _refined_rows(projection: Projection, sizes: Geometry, rows: Tensor, maps: L
         if part == "v":
             heads = block.unflatten(0, (sizes.kv_heads, sizes.head_dim))
             block = (maps.values.transpose(1, 2) @ heads).flatten(0, 1)
+        elif part in ("q", "k") and maps.keys.shape[-1]:
+            block = _turned_pairs(block.unflatten(0, (-1, sizes.head_dim)), maps.keys if part == "k" else maps.queries)
         elif part == "up":
             block = block * maps.up[:, None]
         parts.append(block)
     return torch.cat(parts)
+
+
+def _turned_pairs(heads: Tensor, factor: Tensor) -> Tensor:
+    """Rows [heads, head_dim, K] with every pair times its factor [2, kv_heads, pairs]: [heads * head_dim, K]."""
+    pairs = factor.shape[-1]
+    real, imaginary = factor.repeat_interleave(len(heads) // factor.shape[1], 1)[..., None]
+    a, b, rest = heads.split([pairs, pairs, heads.shape[1] - 2 * pairs], dim=1)
+    return torch.cat([a * real - b * imaginary, a * imaginary + b * real, rest], dim=1).flatten(0, 1)
+
+
+def rope_pairs(model: nn.Module) -> int:
+    """How many channel pairs (i, i + pairs) of a head RoPE turns right behind the projection; 0 with norms between.
+
+    RoPE may leave the last channels of a head alone (Phi-3 of some sizes): its frequencies tell.
+    """
+    record = architecture_of(model)
+    if record.head_norms:
+        return 0
+    body = model.get_submodule(record.layers.rpartition(".")[0])
+    return int(body.rotary_emb.inv_freq.numel())  # type: ignore[union-attr,operator]

@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quarot.precision import tf32
 from quarot.progress import progress_bar
+from quarot.tuning.material import Material
 
 logger = logging.getLogger("quarot")
 
@@ -26,13 +28,15 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 _WARM_UP = 0.05
 _BETAS = (0.9, 0.99)
 _EAGER_STEPS = 2
+_LOOKS = 8
+"""How often the held-out loss is looked at, in the second half of the training."""
 
 
+@tf32(True)
 def optimize(
     loss_of: Loss,
     groups: list[dict[str, Any]],
-    windows: Tensor,
-    targets: Tensor,
+    material: Material,
     *,
     steps: int,
     batch_size: int,
@@ -43,11 +47,13 @@ def optimize(
 ) -> list[float]:
     """Minimise the mean of ``loss_of`` over the windows; returns the loss of every step.
 
+    The parameters end as they were when the loss on the held-out windows was least: training that learns its text by
+    heart stops counting there.
+
     Args:
         loss_of: the loss of a batch.
         groups: Adam's parameter groups, each with its peak learning rate ``base``.
-        windows: int64 [W, T]; every window is drawn once before any is drawn again.
-        targets: [W, T, hidden], on any device.
+        material: on any device; every window is drawn once before any is drawn again.
         steps, batch_size, seed: length of the training, windows a step, order of the windows.
         description, progress: of the progress bar.
         seconds: as many of the steps as fit into this time, by the duration of a trial step; None for all of them.
@@ -56,7 +62,9 @@ def optimize(
         FloatingPointError: the loss is not finite.
     """
     device = groups[0]["params"][0].device
-    batch_size = min(batch_size, len(windows))
+    windows, targets, held = material
+    trained = len(windows) - held
+    batch_size = min(batch_size, trained)
     graphed = device.type == "cuda"
     for group in groups:
         # A rate that lives on the device can change under a recorded step.
@@ -82,19 +90,47 @@ def optimize(
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     losses: list[Tensor] = []
+    best = _Best([p for group in groups for p in group["params"]])
     for index in progress_bar(range(steps), description, progress, steps):
         if len(order) < batch_size:
-            order += torch.randperm(len(windows), generator=generator).tolist()
+            order += torch.randperm(trained, generator=generator).tolist()
         chosen, order = order[:batch_size], order[batch_size:]
         ids.copy_(windows[chosen])
         wanted.copy_(targets[chosen])
         _set_rates(optimizer, index, steps)
         losses.append((run or eager)().clone())
+        if held and (steps - 1 - index) % max(1, steps // (2 * _LOOKS)) == 0 and 2 * index >= steps - 1:
+            best.look(_held_loss(loss_of, windows[trained:], targets[trained:], batch_size, device))
+    best.restore()
     optimizer.zero_grad(set_to_none=True)
     found = torch.stack(losses).tolist() if losses else []
     if not all(math.isfinite(loss) for loss in found):
         raise FloatingPointError(f"{description}: the loss is not finite; lower the learning rate")
     return found
+
+
+class _Best:
+    """The parameters as they were at the least loss that was looked at."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters, self.kept = parameters, list[Tensor]()
+        self.loss = math.inf
+
+    @torch.no_grad()
+    def look(self, loss: float) -> None:
+        if loss < self.loss:
+            self.loss, self.kept = loss, [p.detach().clone() for p in self.parameters]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for parameter, kept in zip(self.parameters, self.kept, strict=False):
+            parameter.copy_(kept)
+
+
+@torch.no_grad()
+def _held_loss(loss_of: Loss, windows: Tensor, targets: Tensor, batch_size: int, device: torch.device) -> float:
+    parts = zip(windows.split(batch_size), targets.split(batch_size), strict=True)
+    return sum(float(loss_of(ids.to(device), wanted.to(device))) * len(ids) for ids, wanted in parts) / len(windows)
 
 
 @contextmanager

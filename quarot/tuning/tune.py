@@ -22,6 +22,7 @@ from quarot.precision import tf32
 from quarot.quantization.stages import stages
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
+from quarot.tuning.material import Material
 from quarot.tuning.optimize import frozen, optimize
 from quarot.tuning.shared_input import SharedInput
 from quarot.tuning.trainable_linear import TrainableLinear
@@ -39,18 +40,16 @@ def final_states(model: Any, windows: torch.Tensor, batch_size: int) -> torch.Te
 def tune(
     model: Any,
     config: QuarotConfig,
-    windows: torch.Tensor,
-    targets: torch.Tensor,
+    material: Material,
     latents: dict[str, torch.Tensor] | None = None,
     progress: bool = True,
 ) -> dict[str, float]:
-    """Train a quantised model towards ``targets``, in place.
+    """Train a quantised model towards what the full-precision one said, in place.
 
     Args:
         model: with ``QuantLinear`` modules, all on one device.
         config: bits of the cache, and the ``tune_*`` fields.
-        windows: int64 [W, T].
-        targets: :func:`final_states` of the full-precision model for the same windows.
+        material: windows and :func:`final_states` of the full-precision model for them.
         latents: by module name, weights in units of their scale before they were rounded; codes where absent.
         progress: show a progress bar.
 
@@ -78,8 +77,7 @@ def tune(
         optimize(
             divergence,
             _parameter_groups(list(layers.values()), config.tune_learning_rate),
-            windows,
-            targets,
+            material,
             steps=config.tune_steps,
             batch_size=config.tune_batch_size,
             seed=config.seed,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import quarot
-from quarot.calibration.windows import calibration_windows
+from quarot.calibration.windows import calibration_windows, held_out
 
 
 class Letters:
@@ -75,6 +75,24 @@ def test_wrong_kinds() -> None:
         windows(torch.zeros(30))
     with pytest.raises(TypeError, match="needs a tokenizer"):
         calibration_windows(TEXT, None, samples=1, length=4, seed=0)
+
+
+def test_the_end_is_held_out() -> None:
+    ids = torch.arange(1000)
+    rest, held = held_out(ids, None, samples=3, length=16)
+    assert torch.equal(torch.cat([rest, held.flatten()]), ids)
+    assert held.shape == (3, 16)
+
+
+def test_at_most_an_eighth_is_held_out() -> None:
+    rest, held = held_out(torch.arange(256), None, samples=8, length=16)
+    assert held.shape == (2, 16)
+    assert len(rest) == 224
+    windows = torch.arange(20 * 4).view(20, 4)
+    rest, held = held_out(windows, None, samples=8, length=16)
+    assert torch.equal(torch.cat([rest, held]), windows)
+    assert len(held) == 2
+    assert len(held_out(windows[:5], None, samples=8, length=16)[1]) == 0
 
 
 def test_a_name_that_is_no_file_is_told() -> None:

@@ -11,6 +11,7 @@ from quarot.config import QuarotConfig
 from quarot.rotation.learned import apply_refinement, learn_refinement
 from quarot.rotation.refinement import rotation
 from quarot.rotation.rotate import rotate_model
+from quarot.tuning.material import Material
 from quarot.tuning.tune import final_states
 
 WINDOWS = torch.randint(3, 128, (8, 32), generator=torch.Generator().manual_seed(3))
@@ -18,9 +19,9 @@ CONFIG = QuarotConfig(kv_group_size=32)
 
 
 def learned(model: nn.Module, steps: int, rate: float = 1.0) -> list[float]:
-    targets = final_states(model, WINDOWS, 4)
+    material = Material(WINDOWS, final_states(model, WINDOWS, 4))
     refinement, losses = learn_refinement(
-        model, CONFIG, WINDOWS, targets, steps=steps, learning_rate=rate, batch_size=4, progress=False
+        model, CONFIG, material, steps=steps, learning_rate=rate, batch_size=4, progress=False
     )
     apply_refinement(model, refinement)
     return losses
@@ -56,7 +57,8 @@ def test_learning_leaves_the_model_alone(tiny_model: Callable[..., nn.Module]) -
     model = tiny_model("qwen2")
     rotate_model(model, progress=False)
     twin = copy.deepcopy(model)
-    learn_refinement(model, CONFIG, WINDOWS, final_states(model, WINDOWS, 4), steps=2, batch_size=4, progress=False)
+    material = Material(WINDOWS, final_states(model, WINDOWS, 4))
+    learn_refinement(model, CONFIG, material, steps=2, batch_size=4, progress=False)
     for (name, ours), (other, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(ours, theirs), name
@@ -70,8 +72,7 @@ def test_residual_rows_are_what_it_says(tiny_model: Callable[..., nn.Module], to
     refinement, _ = learn_refinement(
         model,
         CONFIG,
-        WINDOWS,
-        final_states(model, WINDOWS, 4),
+        Material(WINDOWS, final_states(model, WINDOWS, 4)),
         steps=2,
         learning_rate=20.0,
         batch_size=4,
@@ -110,7 +111,7 @@ def test_a_failure_leaves_the_model_as_it_was(tiny_model: Callable[..., nn.Modul
     twin = copy.deepcopy(model)
     wrong = torch.full((8, 32, 128), torch.nan)
     with pytest.raises(FloatingPointError, match="learning rate"):
-        learn_refinement(model, CONFIG, WINDOWS, wrong, steps=1, batch_size=4, progress=False)
+        learn_refinement(model, CONFIG, Material(WINDOWS, wrong), steps=1, batch_size=4, progress=False)
     for (name, ours), (other, theirs) in zip(model.named_parameters(), twin.named_parameters(), strict=True):
         assert name == other
         assert torch.equal(ours, theirs), name

@@ -42,7 +42,7 @@ def rotated(tiny_model: Callable[..., nn.Module]) -> nn.Module:
 def test_tuning_helps(rotated: nn.Module, fields: dict[str, Any]) -> None:
     plain = quantize_model(copy.deepcopy(rotated), **fields, **FIELDS)
     tuned = quantize_model(copy.deepcopy(rotated), tune_steps=60, tune_learning_rate=0.01, **fields, **FIELDS)
-    assert divergence(tuned, rotated, WINDOWS) < 0.8 * divergence(plain, rotated, WINDOWS)
+    assert divergence(tuned, rotated, WINDOWS) < 0.85 * divergence(plain, rotated, WINDOWS)
     assert divergence(tuned, rotated, UNSEEN) < divergence(plain, rotated, UNSEEN)
     assert sum(p.numel() * p.element_size() for p in tuned.parameters()) == sum(
         p.numel() * p.element_size() for p in plain.parameters()
