@@ -51,9 +51,9 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
         ValueError: a bad value, with the field's name.
     """
     from quarot.config import QuarotConfig
-    from quarot.quantization.presets import preset_fields
+    from quarot.quantization.presets import with_preset
 
-    fields: dict[str, Any] = {**preset_fields(options.preset), "seed": options.seed}
+    fields: dict[str, Any] = {"seed": options.seed}
     if options.kv_bits is not None:
         fields["k_bits"] = fields["v_bits"] = options.kv_bits
     names = {
@@ -71,7 +71,7 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
         except json.JSONDecodeError:
             fields[name] = value
     try:
-        return QuarotConfig(**fields)
+        return with_preset(QuarotConfig(), options.preset, fields)
     except TypeError as error:
         raise ValueError(f"--set: {error}") from None
 

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from quarot.config import QuarotConfig
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
     "best": {
         "gptq_quantized_inputs": True,
-        "rotation_steps": 150,
-        "tune_steps": 150,
+        "rotation_steps": 200,
+        "tune_steps": 200,
         "tune_learning_rate": 0.003,
+        "tune_batch_size": 4,
     },
 }
 """``paper``: the defaults. ``best``: the options that cost nothing at run time and help; they cost calibration time.
 
 Left out of ``best``: targets that correct the error made upstream (``gptq_asymmetric``) fitted the calibration text and
-cost on another text; clip ratios need no search where they are learned; longer training learns the calibration text by
-heart. Figures: docs/accuracy.md.
+cost on another text; clip ratios need no search where they are learned. Figures: docs/accuracy.md.
 """
 
+_GENTLE: dict[str, dict[str, Any]] = {
+    "best": {"rotation_steps": 60, "tune_steps": 100, "tune_learning_rate": 0.001},
+}
+"""Instead, where activations keep 8 bits or more: there is less to win back, and less to lose on other texts."""
 
-def preset_fields(name: str | None) -> dict[str, Any]:
-    """The fields of a preset; none for None.
+
+def with_preset(config: QuarotConfig, name: str | None, fields: Mapping[str, Any]) -> QuarotConfig:
+    """``config`` with the fields of a preset (none for None), and with single ``fields`` on top of them.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: an unknown preset, or fields that do not fit.
     """
-    if name is None:
-        return {}
-    if name not in PRESETS:
+    if name is not None and name not in PRESETS:
         raise ValueError(f"preset={name!r} is not known; choose from {list(PRESETS)}")
-    return PRESETS[name]
+    chosen = dict(PRESETS.get(name or "", {}))
+    bits = fields.get("a_bits", config.a_bits)
+    if isinstance(bits, int) and bits >= 8:
+        chosen |= _GENTLE.get(name or "", {})
+    return config.replace(**{**chosen, **fields})

@@ -21,7 +21,7 @@ from quarot.config import QuarotConfig
 from quarot.nn.split_experts import split_experts, split_layer_experts
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.pipeline import needed_windows, quantize_layers, with_findings
-from quarot.quantization.presets import preset_fields
+from quarot.quantization.presets import with_preset
 from quarot.quantization.progress_store import FINGERPRINT, fingerprint
 from quarot.quantization.selection import selected
 from quarot.rotation.checks import check_unquantized, check_values
@@ -89,7 +89,7 @@ def quantize_checkpoint(
     model = checkpoint.empty_model(dtype)
     record = architecture_of(model)
     check_unquantized(model)
-    config = (config or QuarotConfig()).replace(**{**preset_fields(preset), **fields})
+    config = with_preset(config or QuarotConfig(), preset, fields)
     _check_streamable(config)
     where = torch.device(device or "cpu")
     rotator = None if rotation is None else Rotator(model, device=where, **rotation)

@@ -169,10 +169,13 @@ def test_a_preset_is_a_start_that_options_override(model_folder, tmp_path):
     from quarot.quantization.presets import PRESETS
 
     arguments = ["quantize", str(model_folder), "--out", str(tmp_path / "out"), "--preset", "best"]
-    config = recipe.config_of(build_parser().parse_args([*arguments, "--set", "tune_steps=7", "--a-bits", "8"]))
-    assert (config.tune_steps, config.a_bits) == (7, 8)
+    config = recipe.config_of(build_parser().parse_args([*arguments, "--set", "tune_steps=7", "--a-bits", "6"]))
+    assert (config.tune_steps, config.a_bits) == (7, 6)
     for name in set(PRESETS["best"]) - {"tune_steps", "a_bits"}:
         assert getattr(config, name) == PRESETS["best"][name], name
+    gentle = recipe.config_of(build_parser().parse_args([*arguments, "--a-bits", "8"]))
+    assert gentle.tune_learning_rate < config.tune_learning_rate
+    assert gentle.gptq_quantized_inputs
 
 
 def test_reproduce_writes_rows_and_a_table(model_folder, text_file, tmp_path, monkeypatch, capsys):
