@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import quarot
 from quarot.evaluation import perplexity
 from quarot.integrations.transformers import attach
+from quarot.ops.registry import extension, forces_reference
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "accuracy-smollm2.json"
 
@@ -102,10 +103,18 @@ def row_of(
         "windows": result.windows,
         "text": Path(file).name,
         **({"fields": _overrides(options)} if options.set else {}),
+        **({"samples": options.samples} if options.samples != 128 else {}),
+        "backend": backend_of(options),
         "eval_s": round(time.time() - start, 1),
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def backend_of(options: argparse.Namespace) -> str:
+    """Which ops ran: the CUDA kernels, or the references in plain PyTorch (``QUAROT_BACKEND=reference``)."""
+    reference = not options.device.startswith("cuda") or forces_reference() or extension() is None
+    return "reference" if reference else "cuda"
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
