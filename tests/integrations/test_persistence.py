@@ -258,7 +258,7 @@ def test_missing_tensors_and_shards_are_refused(quantized_model, tmp_path):
     tensors = load_file(tmp_path / "a" / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.qweight"]
     save_file(tensors, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks 1 tensors: model.layers.1.mlp.down_proj.qweight"):
+    with pytest.raises(ValueError, match=r"lacks 1 tensor: model.layers.1.mlp.down_proj.qweight; it is incomplete"):
         quarot.load(tmp_path / "a")
     model.save_pretrained(tmp_path / "b", max_shard_size="40KB")
     next((tmp_path / "b").glob("model-00002*")).unlink()
@@ -275,7 +275,7 @@ def test_missing_expert_is_refused(moe_family, tiny_model, logits, token_ids, tm
     victims = [name for name in tensors if "experts" in name]
     kept = {name: tensor for name, tensor in tensors.items() if name not in victims}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"lacks .* tensors: .*experts"):
+    with pytest.raises(ValueError, match=r"lacks .* tensors?: .*experts"):
         quarot.load(tmp_path)
 
 

@@ -68,7 +68,7 @@ def watch_keys(model: Any) -> None:
 def _refuse(missing: list[str], where: str) -> None:
     if missing:
         raise ValueError(
-            f"the checkpoint in {where} lacks {len(missing)} tensors: {', '.join(missing[:3])}, ..; "
+            f"the checkpoint in {where} lacks {_listed(missing)}; "
             "it is incomplete or its config.json belongs to another checkpoint"
         )
 
@@ -76,9 +76,15 @@ def _refuse(missing: list[str], where: str) -> None:
 def _refuse_unexpected(names: list[str], where: str) -> None:
     if names:
         raise ValueError(
-            f"the checkpoint in {where} holds {len(names)} tensors that its config.json has no place for: "
-            f"{', '.join(names[:3])}, ..; its config.json was changed or belongs to another checkpoint"
+            f"the checkpoint in {where} holds what its config.json has no place for, {_listed(names)}; "
+            "its config.json was changed or belongs to another checkpoint"
         )
+
+
+def _listed(names: list[str]) -> str:
+    """``5 tensors: a, b, c, ..``."""
+    count = "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+    return f"{count}: {', '.join(names[:3])}{', ..' if len(names) > 3 else ''}"
 
 
 def _exact_dtypes(model: nn.Module) -> Iterator[tuple[str, torch.dtype]]:
