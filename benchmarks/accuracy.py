@@ -102,13 +102,18 @@ def row_of(
         "ppl": round(result.ppl, 4),
         "windows": result.windows,
         "text": Path(file).name,
-        **({"fields": _overrides(options)} if options.set else {}),
-        **({"samples": options.samples} if options.samples != 128 else {}),
+        **_extra(options),
         "backend": backend_of(options),
         "eval_s": round(time.time() - start, 1),
         "commit": _commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def _extra(options: argparse.Namespace) -> dict[str, Any]:
+    """What a row says besides its setting, where it is not the usual."""
+    fields = {"fields": _overrides(options)} if options.set else {}
+    return {**fields, **({"samples": options.samples} if options.samples != 128 else {})}
 
 
 def backend_of(options: argparse.Namespace) -> str:
@@ -118,7 +123,8 @@ def backend_of(options: argparse.Namespace) -> str:
 
 
 def _key(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["setting"], row["seed"], row["windows"], row.get("text")
+    fields = json.dumps(row.get("fields"), sort_keys=True)
+    return row["setting"], row["seed"], row["windows"], row.get("text"), fields, row.get("samples", 128)
 
 
 def _commit() -> str | None:
@@ -160,7 +166,8 @@ def main() -> int:
     begin = time.time()
     kept: tuple[str | None, Any] = (None, None)
     for name, seed in runs(options):
-        if not options.force and any(_key(row) == (name, seed, windows, Path(options.text).name) for row in rows):
+        wanted = {"setting": name, "seed": seed, "windows": windows, "text": Path(options.text).name, **_extra(options)}
+        if not options.force and any(_key(row) == _key(wanted) for row in rows):
             continue
         if time.time() - begin > options.seconds:
             print(f"stopped before {name} seed {seed}: {options.seconds:g} s are over")

@@ -146,7 +146,8 @@ def accuracy_table(results: Path = RESULTS) -> str:
     for row in read(results / "accuracy-smollm2.json"):
         if row.get("ppl") is None:
             continue
-        key = tuple(row.get(name) for name in ("table", "setting", "windows", "text"))
+        fields = ", ".join(f"{name}={value}" for name, value in sorted((row.get("fields") or {}).items()))
+        key = (*(row.get(name) for name in ("table", "setting", "windows", "text")), fields)
         seeds = groups.setdefault(key, {})
         if seeds and next(iter(seeds.values())).get("commit") != row.get("commit"):
             seeds.clear()
@@ -154,14 +155,15 @@ def accuracy_table(results: Path = RESULTS) -> str:
     if not groups:
         return "No measurements yet."
     shown = []
-    for (name, setting, windows, text), seeds in groups.items():
+    for (name, setting, windows, text, fields), seeds in groups.items():
         values = [row["ppl"] for row in seeds.values()]
         spread = f"{min(values):.4g} to {max(values):.4g}" if len(values) > 1 else ""
         mean = sum(values) / len(values)
-        shown.append({"table": name, "setting": setting, "ppl": f"{mean:.4g}", "seeds": len(values)})
+        shown.append({"table": name, "setting": setting, "options": fields, "ppl": f"{mean:.4g}", "seeds": len(values)})
         commit = next(iter(seeds.values())).get("commit")
         shown[-1].update(range=spread, windows=windows, text=text, commit=commit and commit[:7])
     columns = ("table", "setting", "ppl", "seeds", "range", "windows", "text", "commit")
+    columns += ("options",) if any(row["options"] for row in shown) else ()
     return "Each row is of the newest commit that its setting was measured at.\n\n" + table(shown, columns)
 
 

@@ -140,3 +140,12 @@ def test_every_benchmark_has_rows_and_run_all_needs_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert run_all.main(["--ops", "hadamard"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_rows_with_options_of_their_own_are_not_averaged(tmp_path):
+    plain = {"table": "main", "setting": "rtn", "ppl": 90.0, "windows": 147, "commit": "aaaaaaa"}
+    rows = [{**plain, "seed": 0}, {**plain, "seed": 1, "ppl": 10.0, "fields": {"a_clip": 0.8}}]
+    report.append(rows, tmp_path / "accuracy-smollm2.json")
+    text = report.accuracy_table(tmp_path)
+    assert "| main | rtn | 90 | 1 |  | 147 |  | aaaaaaa |  |" in text
+    assert "| aaaaaaa | a_clip=0.8 |" in text
