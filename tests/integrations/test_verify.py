@@ -62,7 +62,7 @@ def test_tensors_without_a_place_are_refused(change, quantized_model, tmp_path):
     else:
         rewrite(tmp_path, lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight": torch.ones(192, 128)}))
     path.write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"config.json has no place for, \d+ tensors: model.layers"):
+    with pytest.raises(ValueError, match=r"config.json has no place for, \d+ tensors?: model.layers"):
         quarot.load(tmp_path)
 
 
