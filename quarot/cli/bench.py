@@ -17,7 +17,7 @@ from typing import Any
 
 from quarot.bench.shapes import SHAPES, config_of
 from quarot.cli import models
-from quarot.cli.targets import check_folder
+from quarot.writable import check_folder
 
 TABLES = ("block prefill", "block decode", "prefill", "decode")
 SIZES = {

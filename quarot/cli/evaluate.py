@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from quarot.cli import models
-from quarot.cli.targets import check_file
+from quarot.writable import check_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

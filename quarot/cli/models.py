@@ -68,7 +68,7 @@ def checked(path: str) -> str:
 
 
 def load(path: str, options: argparse.Namespace, *, device: Any = None) -> Any:
-    """The model at ``path`` (resolved), in evaluation mode, on the device; quarot checkpoints are checked."""
+    """The model at ``path`` (resolved), in evaluation mode, on the device; incomplete checkpoints are refused."""
     import torch
     import transformers
 
@@ -80,7 +80,13 @@ def load(path: str, options: argparse.Namespace, *, device: Any = None) -> Any:
     if (quantization_of(path) or {}).get("quant_method") == "quarot":
         model = quarot.load(path, **where)
     else:
-        model = transformers.AutoModelForCausalLM.from_pretrained(path, **where)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **where)
+        missing = sorted(found["missing_keys"])
+        if missing:  # transformers has filled them with random numbers
+            raise ValueError(
+                f"{path} lacks {len(missing)} tensors of a {type(model).__name__}: {', '.join(missing[:3])}"
+                f"{', ..' if missing[3:] else ''}; it is incomplete: download it again"
+            )
     return model.eval()
 
 

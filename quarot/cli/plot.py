@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from quarot.cli import models
-from quarot.cli.targets import check_file
+from quarot.writable import check_file
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

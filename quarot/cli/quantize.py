@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quarot.cli import models, recipe
-from quarot.cli.targets import check_folder
+from quarot.writable import check_folder
 
 if TYPE_CHECKING:
     from quarot.config import QuarotConfig

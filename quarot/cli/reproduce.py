@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quarot.cli import models
-from quarot.cli.targets import check_folder
+from quarot.writable import check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -161,6 +161,18 @@ class KVFormat:
         return stored_key, stored_value
 
 
+def check_cache(config: QuarotConfig, layers: int, head_dim: int) -> None:
+    """Check that the cache which ``config`` asks for can hold the keys and values of this many layers.
+
+    Raises:
+        ValueError: bits for another number of layers, or heads or groups that do not fit.
+    """
+    if config.kv_bits_by_layer and len(config.kv_bits_by_layer) != layers:
+        raise ValueError(f"kv_bits_by_layer has {len(config.kv_bits_by_layer)} pairs for {layers} decoder layers")
+    if config.rounds_cache:
+        KVFormat.from_config(config).layout(head_dim)
+
+
 def arguments(layout: KVLayout) -> CodeArguments:
     """The bits and groups of a layout, in the order of the ops' arguments."""
     return CodeArguments(layout.key_bits, layout.value_bits, layout.key_group, layout.value_group)

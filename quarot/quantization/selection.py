@@ -11,7 +11,7 @@ from torch import nn
 
 from quarot.architectures import Architecture, decoder_layers, geometry, linear_modules
 from quarot.config import QuarotConfig
-from quarot.nn.kv_format import KVFormat
+from quarot.nn.kv_format import check_cache
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.quantization.fit import check_fits
@@ -33,12 +33,9 @@ def selected(
     if record.experts is not None and config.tune_steps:
         raise NotImplementedError(f"{record.family}: a mixture of experts cannot be tuned; set tune_steps=0")
     count = sum(1 for _ in decoder_layers(model))
-    if config.kv_bits_by_layer and len(config.kv_bits_by_layer) != count:
-        raise ValueError(f"kv_bits_by_layer has {len(config.kv_bits_by_layer)} pairs for {count} decoder layers")
+    check_cache(config, count, geometry(model).head_dim)
     if (config.kv_bits_budget or config.kv_bits_by_layer) and (config.tune_steps or config.rotation_steps):
         raise NotImplementedError("cache bits by layer are not trained for: set tune_steps=0 and rotation_steps=0")
-    if config.rounds_cache:
-        KVFormat.from_config(config).layout(geometry(model).head_dim)
     linears = list(linear_modules(model))
     if record.experts is None or any(role.startswith("expert") for _, _, role in linears):  # else names are missing
         check_patterns([name for name, _, _ in linears], config)

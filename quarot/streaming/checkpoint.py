@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -15,11 +16,19 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quarot.architectures import architecture_of
+from quarot.integrations.checkpoint_folder import check_source, read_config
+from quarot.integrations.safetensors_header import StoredTensor, read_header
+
+logger = logging.getLogger("quarot")
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 _OTHER_COPIES = ["consolidated*", "original/*"]
 """Where some repositories keep the weights a second time, in their authors' own format."""
 _DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+
+_COMPUTED = ("rotary_emb.inv_freq", "position_ids")
+"""Buffers that old checkpoints hold and transformers computes."""
 
 
 class CannotStream(NotImplementedError):
@@ -37,19 +46,24 @@ class Checkpoint:
 
     Raises:
         CannotStream: no safetensors files there, or nothing at all.
+        ValueError: config.json, the index or a weight file is damaged.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        check_source(path)
         self.folder = _folder(path)
+        read_config(self.folder)
         index = self.folder / "model.safetensors.index.json"
         single = self.folder / "model.safetensors"
         if index.is_file():
-            self.files: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            self.files: dict[str, str] = _weight_map(index)
         elif single.is_file():
-            with safe_open(single, framework="pt") as file:
-                self.files = dict.fromkeys(file.keys(), single.name)
+            self.files = dict.fromkeys(read_header(single), single.name)
         else:
             raise CannotStream(f"{self.folder} has no model.safetensors, sharded or whole")
+        self._stored: dict[str, StoredTensor] = {}
+        for name in sorted(set(self.files.values())):
+            self._stored |= read_header(self.folder / name)
 
     @property
     def nbytes(self) -> int:
@@ -73,20 +87,24 @@ class Checkpoint:
         stated = getattr(config, "dtype", None)
         if stated is not None:
             return stated if isinstance(stated, torch.dtype) else getattr(torch, str(stated).removeprefix("torch."))
-        for name, file in self.files.items():
-            with safe_open(self.folder / file, framework="pt") as tensors:
-                kind = tensors.get_slice(name).get_dtype()
-            if kind in _DTYPES:
-                return _DTYPES[kind]
+        for stored in self._stored.values():
+            if stored.dtype in _DTYPES:
+                return _DTYPES[stored.dtype]
         return torch.get_default_dtype()
 
     def empty_model(self, dtype: torch.dtype | str = "auto") -> Any:
-        """The model with its weights on the meta device and its buffers computed, in evaluation mode."""
+        """The model with its weights on the meta device and its buffers computed, in evaluation mode.
+
+        Raises:
+            ValueError: ``dtype`` is neither "auto" nor a dtype.
+        """
         from accelerate import init_empty_weights
         from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
         config = AutoConfig.from_pretrained(self.folder)
-        kind = self.dtype(config) if isinstance(dtype, str) else dtype
+        kind = self.dtype(config) if dtype == "auto" else dtype
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"dtype={dtype!r} is neither 'auto' nor a torch.dtype")
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=kind)
         if (self.folder / "generation_config.json").is_file() and model.can_generate():
@@ -94,16 +112,35 @@ class Checkpoint:
         return model.eval()
 
     def check_names(self, model: Any) -> None:
-        """Raise CannotStream unless every parameter of the empty model is stored, under names that are known here."""
+        """Compare what is stored with the parameters of the empty model; tensors that none of them reads are logged.
+
+        Raises:
+            CannotStream: a parameter is not stored, or not under a name that is known here.
+            ValueError: it is stored in 8 bits or fewer, which mean nothing without their scales.
+        """
         tied = tied_names(model)
         shapes = {name: p.shape for name, p in model.named_parameters(remove_duplicate=False) if name not in tied}
         parts = (part for name, shape in shapes.items() for part in self._parts(model, name, shape))
-        missing = sorted({name for part in parts for name in part} - set(self.files))
+        read = {name for part in parts for name in part}
+        missing = sorted(read - set(self.files))
         if missing:
             raise CannotStream(
                 f"{self.folder} stores no {', '.join(missing[:3])}{', ..' if len(missing) > 3 else ''}:"
                 " it is incomplete, or transformers renames its tensors while loading"
             )
+
+        for name in sorted(read):
+            if name in self._stored and self._stored[name].dtype not in _DTYPES:
+                raise ValueError(
+                    f"{self.folder / self.files[name]} holds {name} in {self._stored[name].dtype}; "
+                    "convert the checkpoint to bfloat16 first"
+                )
+        unread = sorted(name for name in set(self.files) - read - tied if not name.endswith(_COMPUTED))
+        if unread:
+            logger.warning(
+                "%s holds %d tensors that a %s with its config.json does not have; they are left out: %s%s",
+                self.folder, len(unread), type(model).__name__, ", ".join(unread[:3]), ", .." if unread[3:] else "",
+            )  # fmt: skip
 
     @torch.no_grad()
     def fill(self, model: Any, names: Iterable[str], device: torch.device) -> None:
@@ -143,6 +180,14 @@ class Checkpoint:
         if merged is None:
             return [[name.replace(f".{place.module.split('.')[0]}.", f".{place.stored_block}.")]]
         return [[f"{block}.experts.{index}.{part}.weight" for part in merged] for index in range(shape[0])]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Of every tensor, the file that holds it."""
+    try:
+        return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{index} is corrupt or truncated: {error!r}; download it again") from None
 
 
 def tied_names(model: Any) -> set[str]:

@@ -28,6 +28,7 @@ from quarot.rotation.checks import check_unquantized, check_values
 from quarot.rotation.rotate import Rotator
 from quarot.streaming.checkpoint import CannotStream, Checkpoint, tied_names
 from quarot.streaming.shards import ShardStore
+from quarot.writable import check_folder
 
 logger = logging.getLogger("quarot")
 
@@ -83,8 +84,7 @@ def quantize_checkpoint(
         FileExistsError: ``out`` is a file.
         NotImplementedError, ValueError: as the functions above; or an unfinished run with other settings is in the way.
     """
-    if Path(out).is_file():
-        raise FileExistsError(f"quantize_checkpoint: {out} is a file, not a folder")
+    check_folder(Path(out), "out")
     checkpoint = Checkpoint(path)
     model = checkpoint.empty_model(dtype)
     record = architecture_of(model)

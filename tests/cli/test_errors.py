@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from quarot.cli import main
 
@@ -89,6 +90,19 @@ def test_a_damaged_config_is_named(content, command, model_folder, text_file, tm
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith(f"error: {copy / 'config.json'}")
     assert "not" in error
+
+
+@pytest.mark.parametrize("command", [["eval", "--text", "{text}"], ["quantize", "--out", "{out}", "--method", "rtn"]])
+def test_missing_tensors_are_not_made_up(command, model_folder, text_file, tmp_path, capsys):
+    """transformers fills what it misses with random numbers, and says so in a log that is off."""
+    copy, norm = shutil.copytree(model_folder, tmp_path / "copy"), "model.norm.weight"
+    tensors = load_file(copy / "model.safetensors")
+    del tensors[norm]
+    save_file(tensors, copy / "model.safetensors", metadata={"format": "pt"})
+    places = {"text": text_file, "out": tmp_path / "out"}
+    assert main([command[0], str(copy), *(part.format(**places) for part in command[1:]), "--quiet"]) == 1
+    assert f"lacks 1 tensors of a LlamaForCausalLM: {norm}; it is incomplete" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_quiet_ends_with_the_command(tmp_path, monkeypatch):

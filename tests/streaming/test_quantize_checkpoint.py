@@ -232,7 +232,7 @@ def test_damage_is_named(source: Callable[..., Path], tmp_path: Path, tiny_model
     path = source("qwen2")
     shard = sorted(path.glob("*.safetensors"))[-1]
     shard.write_bytes(shard.read_bytes()[:-500])
-    with pytest.raises(ValueError, match=f"{shard.name} is damaged or truncated"):
+    with pytest.raises(ValueError, match=f"{shard.name} is corrupt or truncated"):
         quarot.quantize_checkpoint(path, tmp_path / "out2", w_method="rtn", progress=False)
     with pytest.raises(ValueError, match="already quantised by quarot"):
         quarot.quantize_checkpoint(in_memory(source("llama"), tmp_path / "q", {}, w_method="rtn"), tmp_path / "out3")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from quarot.architectures import linear_modules
+from quarot.architectures import geometry, linear_modules
 from quarot.config import QuarotConfig
+from quarot.nn.kv_format import check_cache
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.nn.split_experts import split_experts
@@ -37,8 +38,11 @@ def prepare(model: nn.Module, config: QuarotConfig, dtype: torch.dtype | None = 
 
     Raises:
         NotImplementedError: a model family quarot does not know.
+        ValueError: ``config`` does not fit the model.
     """
     plan = plan_of(config)
+    sizes = geometry(model)
+    check_cache(config, sizes.num_layers, sizes.head_dim)
     if config.rounds_linears or (plan is not None and plan.expert_out_input is not None):
         split_experts(model)
     for name, linear, role in list(linear_modules(model)):

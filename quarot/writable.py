@@ -10,10 +10,11 @@ def check_folder(folder: Path, option: str) -> None:
     """Make the folder's parent, and check that the folder can be made there, or written to where it exists.
 
     Raises:
+        FileExistsError: it is a file.
         ValueError: with the option's name and the reason.
     """
     if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{option} {folder} is a file")
+        raise FileExistsError(f"{option} {folder} is a file, not a folder")
     _try(folder if folder.exists() else folder.absolute().parent, f"{option} {folder}")
 
 
