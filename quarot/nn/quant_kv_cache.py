@@ -9,6 +9,7 @@ Notation: B rows, T new tokens, P tokens a page, D head_dim.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -187,10 +188,12 @@ class QuantKVLayer(CacheLayerMixin):
         below a mapping step, not for the size that was reserved, not where pages travel to the CPU anyway."""
         step = 0 if isinstance(self.table, StaticTable) or self.offloads else step_bytes(self.device)
         reserved = self.pool is None and isinstance(self.table, GrowingTable) and self.table.reserve > 0
-        if not step or nbytes < step or (reserved and self.buffer is None):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        if step and nbytes >= step and not reserved and self.buffer is None:
+            # Dozens of caches at once can use up the addresses, of which each layer reserves a whole GPU's worth.
+            with contextlib.suppress(RuntimeError):
+                self.buffer = GrowingBuffer(self.device)
         if self.buffer is None:
-            self.buffer = GrowingBuffer(self.device)
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         return self.buffer.tensor(nbytes)
 
     def make_room(self, step: Step) -> None:

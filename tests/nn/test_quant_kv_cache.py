@@ -520,5 +520,19 @@ def test_growing_copies_nothing_where_memory_can_grow(monkeypatch):
     assert fresh.layers[0].buffer is None  # what was reserved needs no growing
 
 
+def test_a_cache_without_addresses_to_reserve_grows_by_copies(monkeypatch):
+    def none_left(device):
+        raise RuntimeError("reserving addresses: out of memory")
+
+    monkeypatch.setattr("quarot.nn.quant_kv_cache.step_bytes", lambda device: 4096)
+    monkeypatch.setattr("quarot.nn.quant_kv_cache.GrowingBuffer", none_left)
+    cache, fresh = new_cache(), new_cache(reserve=400)
+    key, value = tokens(2, 300)
+    for start in (0, 100, 200):
+        push(cache, key[:, :, start : start + 100], value[:, :, start : start + 100])
+    push(fresh, key, value)
+    assert same(cache, fresh)
+
+
 def test_a_copy_of_a_growing_buffer_is_no_buffer():
     assert copy.deepcopy(GrowingBuffer.__new__(GrowingBuffer)) is None
