@@ -1,9 +1,30 @@
-"""Where a command will write, tried before its work: minutes or hours must not end at a folder that is not ours."""
+"""Where results will be written, tried before the work: minutes or hours must not end at a folder that is not ours.
+
+And what is said when it fails all the same.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
+
+
+@contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Writing tensors to ``path``: safetensors has an exception of its own for a full disk, which names no file.
+
+    Raises:
+        OSError: instead of it.
+    """
+    try:
+        yield
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written ({error}); make room, or write elsewhere, and run again") from error
 
 
 def check_folder(folder: Path, option: str) -> None:

@@ -23,6 +23,7 @@ from torch import nn
 from quarot import __version__
 from quarot.config import QuarotConfig
 from quarot.quantization.grid import QuantizedWeight
+from quarot.writable import writing
 
 FINGERPRINT = "fingerprint.json"
 _SAMPLED = 4096
@@ -91,7 +92,8 @@ class ProgressStore:
     def _write(self, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None) -> None:
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         temporary = self._path(name).with_suffix(".tmp")
-        save_file(tensors, temporary, metadata=metadata)
+        with writing(temporary):
+            save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, self._path(name))
 
 

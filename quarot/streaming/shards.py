@@ -20,6 +20,7 @@ from quarot.nn.quant_linear import QuantLinear
 from quarot.quantization import storage
 from quarot.quantization.grid import QuantizedWeight
 from quarot.quantization.progress_store import FinishedLayer, check_fingerprint, intact
+from quarot.writable import writing
 
 
 class ShardStore:
@@ -62,7 +63,8 @@ class ShardStore:
         notes = json.dumps({"weights": weights, **self._found.pop(name, {})})
         temporary = self.path(name).with_suffix(".tmp")
         stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(stored, temporary, metadata={"format": "pt", "quarot": notes})
+        with writing(temporary):
+            save_file(stored, temporary, metadata={"format": "pt", "quarot": notes})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, self.path(name))

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from quarot.integrations.transformers.card import write_readme, write_remote_code
+from quarot.writable import writing
 
 _CONFIG = "config.json"
 _SHARD = re.compile(r"model(\.[^.]+)?(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
@@ -69,7 +70,8 @@ def save_pretrained(
     # Inside a folder that exists: its parent may be another file system, or not be ours to write to.
     partial = (target if target.exists() else target.parent) / f".{target.name}.partial-{os.getpid()}"
     try:
-        type(self).save_pretrained(self, partial, **kwargs)
+        with writing(target):
+            type(self).save_pretrained(self, partial, **kwargs)
         write_readme(partial, target)
         if remote_code:
             write_remote_code(partial, type(self).__name__.removeprefix("Quarot"))
