@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from quarot.nn.growing_buffer import GrowingBuffer, step_bytes
 from quarot.nn.kv_format import KVFormat, arguments, token_major
-from quarot.nn.page_table import GrowingTable, StaticTable, Step, slots_of
+from quarot.nn.page_table import GrowingTable, StaticTable, Step, new_positions, slots_of
 from quarot.nn.partial_attention import Partial, attend, merge
 from quarot.ops.decode_attention import decode_attention
 
@@ -114,28 +114,29 @@ class QuantKVLayer(CacheLayerMixin):
         key, value = (x.view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2) for x in pair)
         return key, value
 
-    def attend_past(self, query: Tensor, step: Step, scale: float, window: int, positions: Tensor) -> Partial | None:
+    def attend_past(self, query: Tensor, step: Step, scale: float, window: int, valid: Tensor | None) -> Partial | None:
         """Attention of new tokens to what was stored before ``step``; None where there is nothing to see.
 
         Few queries read the codes where they lie; many read them dequantised, a bounded number of tokens at a time.
 
         Args:
             query: [B, Hq, T, D], rotated by R3.
-            positions: int64 [B, T], place in its row of every query.
+            valid: bool [B, T], which new tokens are real; None when all are.
         """
         batch, heads, count, dim = query.shape
         if not window and count * heads // self.kv_heads <= self.PACKED_ROWS:
             return self._attend_packed(query, step, scale)
         length = min(step.longest, window - 1) if window else step.longest
         first = step.before - length if window else torch.zeros_like(step.before)
+        oldest = new_positions(step.before, count, valid)[:, None, :, None] - window if window else None
         block = max(self.LEAST_BLOCK, self.BLOCK_ELEMENTS // (batch * self.kv_heads * dim))
         part = None
         for start in range(0, length, block):
             size = min(block, length - start)
             key, value, place, filled = self.gather_past(step, first + start, size)
-            visible = filled[:, None, None, :] if window or start + size > step.shortest else None
-            if window and visible is not None:
-                visible = visible & (place[:, None, None, :] > positions[:, None, :, None] - window)
+            visible = None if start + size <= step.shortest else filled[:, None, None, :]
+            if oldest is not None:
+                visible = filled[:, None, None, :] & (place[:, None, None, :] > oldest)
             more = attend(query, key, value, scale, visible=visible)
             part = more if part is None else merge(part, more)
         return part

@@ -21,7 +21,7 @@ from quarot.integrations import flashinfer
 from quarot.integrations.transformers.plain_attention import plain_attention
 from quarot.nn.inference_only import refuse_gradient
 from quarot.nn.kv_format import KVFormat
-from quarot.nn.page_table import Step, new_positions
+from quarot.nn.page_table import Step
 from quarot.nn.partial_attention import attend, merge
 from quarot.nn.quant_kv_cache import KVHandle, QuantKVCache, QuantKVLayer
 
@@ -154,8 +154,8 @@ def _chunk(query: Tensor, handle: KVHandle, step: Step, mask: Tensor | None, sca
     """
     layer, count = handle.layer, query.shape[2]
     rotated, key, value = layer.format.rotate_heads(query), handle.key, handle.value
-    positions = new_positions(step.before, count, None if mask is None else valid_tokens(mask, len(step.before)))
-    past = layer.attend_past(rotated, step, scale, window, positions)
+    valid = None if mask is None else valid_tokens(mask, len(step.before))
+    past = layer.attend_past(rotated, step, scale, window, valid)
     if handle.cache.prefill_mode == "quantized":
         query, key, value = _stored(query, layer, step)
     if mask is None and 0 < window < count:
