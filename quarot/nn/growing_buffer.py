@@ -1,7 +1,7 @@
 """Memory on a GPU that grows without moving: addresses are reserved once, memory is put behind them when it is needed.
 
-So a growing cache copies nothing, never holds its pages twice, and keeps their addresses. Needs the compiled extension
-(csrc/memory) and a driver with virtual memory management, which every supported GPU on Linux has.
+So a growing cache copies nothing more, does not hold its pages twice, and keeps their addresses. Needs the compiled
+extension (csrc/memory) and a driver with virtual memory management, which every supported GPU on Linux has.
 """
 
 from __future__ import annotations

@@ -185,11 +185,13 @@ class QuantKVLayer(CacheLayerMixin):
             ) from error
 
     def _memory(self, nbytes: int) -> Tensor:
-        """Bytes for the pool. A pool that grows on a GPU gets memory that grows in place where it is worth it: not
-        below a mapping step, not for the size that was reserved, not where pages travel to the CPU anyway."""
-        step = 0 if isinstance(self.table, StaticTable) or self.offloads else step_bytes(self.device)
-        reserved = self.pool is None and isinstance(self.table, GrowingTable) and self.table.reserve > 0
-        if step and nbytes >= step and not reserved and self.buffer is None:
+        """Bytes for the pool. On a GPU a pool that has to grow moves once, to memory that then grows in place.
+
+        The first one comes from PyTorch, which has it at hand: most caches never grow. Nor is it worth it below a
+        mapping step, or where pages travel to the CPU anyway.
+        """
+        step = 0 if self.pool is None or self.offloads else step_bytes(self.device)
+        if step and nbytes >= step and self.buffer is None:
             # Dozens of caches at once can use up the addresses, of which each layer reserves a whole GPU's worth.
             with contextlib.suppress(RuntimeError):
                 self.buffer = GrowingBuffer(self.device)

@@ -157,7 +157,8 @@ def test_a_growing_pool_stays_where_it_is():
     assert step > 0
     cache, fresh = new_cache(layers=2), new_cache(layers=2, reserve=9000)
     query, key, value = tokens(2, 9000)
-    push(cache, query[:, :, :3000], key[:, :, :3000], value[:, :, :3000])
+    push(cache, query[:, :, :2000], key[:, :, :2000], value[:, :, :2000])
+    push(cache, query[:, :, 2000:3000], key[:, :, 2000:3000], value[:, :, 2000:3000])  # moves, once
     places = [layer.pool.data_ptr() for layer in cache.layers]
     first = cache.layers[0].pool.numel()
     assert first >= step
