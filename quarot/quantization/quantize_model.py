@@ -24,7 +24,7 @@ from quarot.quantization.progress_store import ProgressStore, fingerprint, weigh
 from quarot.quantization.rollback import Rollback
 from quarot.quantization.selection import selected
 from quarot.quantization.training import Drawn, learn_rotation, rounds_activations, teach, training_windows, with_clips
-from quarot.rotation.checks import check_values
+from quarot.rotation.checks import check_device, check_finished, check_values
 
 logger = logging.getLogger("quarot")
 
@@ -78,6 +78,8 @@ def quantize_model(
     may be made again.
     """
     record = architecture_of(model)
+    check_finished(model)
+    check_device(device)
     if config is not None and not isinstance(config, QuarotConfig):
         raise TypeError(f"config must be a QuarotConfig, not {config!r}; QuarotConfig.from_dict makes one of a dict")
     config = with_preset(config or QuarotConfig(), preset, fields)

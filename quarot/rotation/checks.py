@@ -25,8 +25,26 @@ def check_structure(model: nn.Module, record: Architecture, sizes: Geometry) -> 
     _check_sharing(model, record)
 
 
+def check_device(device: torch.device | str | None) -> None:
+    """Raise ValueError for a device that does not exist here; None is always right."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device={device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
+def check_finished(model: nn.Module) -> None:
+    """Raise ValueError for a model whose rotation was interrupted: it computes nothing sensible."""
+    if getattr(model, "quarot_unfinished", False):
+        raise ValueError(
+            "a rotation of this model was interrupted, so that only some of its weights are rotated; load the original "
+            "model and start from there"
+        )
+
+
 def check_unquantized(model: nn.Module) -> None:
     """Refuse a model that quarot has rotated or quantised, or that another method has quantised (GGUF loads dense)."""
+    check_finished(model)
     config: Any = getattr(model.config, "quantization_config", None)
     get = config.get if isinstance(config, dict) else lambda key: getattr(config, key, None)
     method = str(getattr(get("quant_method"), "value", get("quant_method"))) if config is not None else None
@@ -35,10 +53,7 @@ def check_unquantized(model: nn.Module) -> None:
         state = "quantised" if recorded.rounds_linears or recorded.rounds_cache else "rotated"
         raise ValueError(f"this model is already {state} by quarot; load the original model and start from there")
     if getattr(model, "quarot_rotation", None) is not None:
-        raise ValueError(
-            "this model is already rotated by quarot (or a rotation of it was interrupted); load the original "
-            "model and start from there"
-        )
+        raise ValueError("this model is already rotated by quarot; load the original model and start from there")
     if method is not None and method != "gguf":
         raise ValueError(
             f"this model is quantised by {method!r}; rotation needs the original weights: load the unquantised model"

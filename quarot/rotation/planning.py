@@ -32,6 +32,9 @@ def make_plan(
     """
     if r1 not in R1_KINDS:
         raise ValueError(f"r1={r1!r} is not one of {R1_KINDS}")
+    for name, value in (("r2", r2), ("r3", r3), ("r4", r4)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
     if o_proj_online not in O_PROJ_MODES:
         raise ValueError(f"o_proj_online={o_proj_online!r} is not one of {O_PROJ_MODES}")
     if down_proj_block is not None and not r4:

@@ -17,7 +17,7 @@ from quarot.architectures import (
 )
 from quarot.progress import progress_bar
 from quarot.rotation.apply import Rotations, insert_online, rotate_ends, rotate_layer
-from quarot.rotation.checks import check_structure, check_values
+from quarot.rotation.checks import check_device, check_structure, check_values
 from quarot.rotation.fold import untie_head
 from quarot.rotation.orthogonal import HadamardRotation, MatrixRotation, random_orthogonal, random_signs
 from quarot.rotation.plan import RotationPlan
@@ -82,13 +82,13 @@ def rotate_model(
     if rotator.plan.online and not record:
         raise ValueError("record=False would lose the online rotations; switch r3, r4 and o_proj_online off, or record")
     check_values(model)
-    model.quarot_rotation = (
-        rotator.plan
-    )  # first of all, so that an interrupted rotation is never taken for the original
+    # First of all, so that an interrupted rotation is never taken for the original, nor for a finished one.
+    model.quarot_rotation, model.quarot_unfinished = rotator.plan, True  # type: ignore[assignment]
     rotator.rotate_ends()
     for _, layer in progress_bar(list(decoder_layers(model)), "rotating", progress):
         rotator.rotate_layer(layer)
     _record(model, rotator.plan, record)
+    del model.quarot_unfinished
     return rotator.plan
 
 
@@ -129,6 +129,7 @@ class Rotator:
             **switches,
         )
         check_sites()
+        check_device(device)
         check_structure(model, self.architecture, self.sizes)
         self._rotations = _rotations(self.plan, self.sizes, matrix)
 

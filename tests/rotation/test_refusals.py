@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import transformers
 from torch import nn
 
+import quarot.rotation.rotate
+from quarot.quantization.quantize_model import quantize_model
 from quarot.rotation.rotate import rotate_model
 
 
@@ -145,6 +148,10 @@ BAD_SWITCHES = [
     ({"down_proj_block": 36}, "does not divide a width of 192"),
     ({"down_proj_block": 3}, "a width of 3 has no Hadamard transform"),
     ({"down_proj_block": 32, "r4": False}, "which r4=False switches off"),
+    ({"r2": "no"}, "r2='no' must be True or False"),
+    ({"seed": "x"}, "seed='x' must be an int"),
+    ({"device": "abacus"}, "device='abacus' cannot be used here"),
+    ({"device": "cuda:99"}, "device='cuda:99' cannot be used here"),
     ({"record": False}, "record=False would lose the online rotations"),
 ]
 
@@ -154,3 +161,29 @@ def test_bad_switches(switches: dict[str, Any], message: str, tiny_model: Callab
     model = tiny_model("llama")
     with untouched(model), pytest.raises(ValueError, match=message):
         rotate_model(model, **switches)
+
+
+def test_a_wrong_device_is_no_interrupted_rotation(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="cannot be used here"):
+        rotate_model(model, device="cuda:99")
+    rotate_model(model, progress=False)
+    with pytest.raises(ValueError, match="cannot be used here"):
+        quantize_model(model, device="cuda:99", w_method="rtn")
+    quantize_model(model, w_method="rtn", progress=False)
+
+
+def test_an_interrupted_rotation_is_neither_rotated_further_nor_quantised(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = tiny_model("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(quarot.rotation.rotate, "insert_online", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rotate_model(model, progress=False)
+    for act in (rotate_model, lambda model: quantize_model(model, w_method="rtn", progress=False)):
+        with pytest.raises(ValueError, match=r"rotation of this model was interrupted.*load the original"):
+            act(copy.deepcopy(model))
