@@ -75,12 +75,15 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
                                      issued % PageIds<C>::kBatch * C::kBlocks, work.column / p.tiles, lane);
             pdl_wait();
             if constexpr (!Append) pdl_trigger();
+            while (!appends() && issued < stages) issue_next(issued);  // as looked up before: what follows only confirms it
             load_my_query();
             const int ids_now = PageIds<C>::load(p, work, 0, warp, warps, lane);
-            const Work now = find_work(p, item_index(0), C::kStageTokens, lane);
+            const bool same = p.batch == 1 && load_length(p, 0) == work.length;
+            const Work now = same ? work : find_work(p, item_index(0), C::kStageTokens, lane);
             if (__any_sync(kFullWarp, !(now == work) || ids_now != ids)) {
-                for (int i = 0; i < issued; ++i) ring.wait_all(i, 0);
-                parities = (1u << issued) - 1;
+                const int filled = max(0, min(issued, (work.last - stage_of(0) + warps - 1) / warps));
+                for (int i = 0; i < filled; ++i) ring.wait_all(i, 0);
+                parities = (1u << filled) - 1;
                 issued = 0;
                 work = now;
                 ids = PageIds<C>::load(p, work, 0, warp, warps, lane);
