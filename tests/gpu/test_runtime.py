@@ -9,7 +9,7 @@ from transformers import LlamaConfig, Qwen3Config
 import quarot
 from quarot.config import QuarotConfig
 from quarot.ops.registry import reference_backend
-from quarot.runtime.fused_decoder import install, uninstall
+from quarot.runtime.fused_decoder import uninstall
 from quarot.runtime.synthetic import random_quantized_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -28,12 +28,12 @@ _SIZES = {
 _KINDS = ["llama-64", "llama-128", "qwen3"]
 
 
-def build(kind: str, **fields):
+def build(kind: str, dtype: torch.dtype = torch.float16, **fields):
     if kind == "qwen3":
         config = Qwen3Config(**_SIZES, head_dim=128)
     else:
         config = LlamaConfig(**_SIZES, head_dim=int(kind.split("-")[1]))
-    return random_quantized_model(config, QuarotConfig(w_method="rtn", **fields), dtype=torch.float16, device="cuda")
+    return random_quantized_model(config, QuarotConfig(w_method="rtn", **fields), dtype=dtype, device="cuda")
 
 
 @pytest.fixture(params=_KINDS)
@@ -83,32 +83,21 @@ def test_a_row_equals_the_row_alone(model):
         assert torch.equal(together[row], alone[0])
 
 
+@pytest.mark.parametrize("a_bits", [4, 8])
 @pytest.mark.parametrize("kind", _KINDS)
 @torch.no_grad()
-def test_fused_is_close_to_the_models_own_layers(kind):
-    # 8-bit activations: with 4, random layers amplify every code that rounding flips until nothing can be compared.
-    model = build(kind, a_bits=8)
+def test_fused_is_close_to_the_models_own_layers(kind, a_bits):
+    # In fp16 the norms of the two sides round apart, and random layers amplify every code that this flips: on the
+    # reference ops, too, one such layer of 4 bits differs by 40 %. In fp32 next to no code flips.
+    model = build(kind, dtype=torch.float32, a_bits=a_bits)
     ids = prompt(2, 130)
-    fused = model(ids, use_cache=False).logits.float()
+    fused = model(ids, use_cache=False).logits
     uninstall(model)
-    plain = model(ids, use_cache=False).logits.float()
+    plain = model(ids, use_cache=False).logits
     with reference_backend():
-        reference = model(ids, use_cache=False).logits.float()
+        reference = model(ids, use_cache=False).logits
     for ours, theirs in ((fused, plain), (plain, reference), (fused, reference)):
         assert (ours - theirs).norm() <= 0.05 * theirs.norm()
-
-
-@torch.no_grad()
-def test_one_layer_of_4_bits_is_close_to_the_models_own(model):
-    """Whole 4-bit models cannot be compared (above); one layer differs by the few codes that its own norms flip."""
-    model.model.layers = model.model.layers[:1]
-    model.config.num_hidden_layers = 1
-    install(model)
-    ids = prompt(2, 130)
-    fused = model(ids, use_cache=False).logits.float()
-    uninstall(model)
-    plain = model(ids, use_cache=False).logits.float()
-    assert (fused - plain).norm() <= 0.1 * plain.norm()
 
 
 def test_long_generation_holds_no_memory(model):
