@@ -27,8 +27,9 @@ def _divergence(student, teacher, losses, columns, factor, block: tl.constexpr):
     for start in range(0, columns, block):
         place = start + tl.arange(0, block)
         mask = place < columns
-        s = tl.load(student + place, mask=mask, other=-1e30).to(tl.float32) * factor
-        t = tl.load(teacher + place, mask=mask, other=-1e30).to(tl.float32) * factor
+        # Chosen in fp32: as a half-precision `other` the value would be infinite, and a lane without a column NaN.
+        s = tl.where(mask, tl.load(student + place, mask=mask, other=0.0).to(tl.float32) * factor, -1e30)
+        t = tl.where(mask, tl.load(teacher + place, mask=mask, other=0.0).to(tl.float32) * factor, -1e30)
         top_s, top_t = tl.maximum(lane_s, s), tl.maximum(lane_t, t)
         sum_s = sum_s * tl.exp(lane_s - top_s) + tl.exp(s - top_s)
         sum_t = sum_t * tl.exp(lane_t - top_t) + tl.exp(t - top_t)
