@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from quarot.architectures import architecture_of, decoder_layers
-from quarot.precision import tf32
 
 TOKENS_PER_STEP = 16384
 """Tokens that go through a layer at once on a GPU; on a CPU it is one window."""
@@ -50,7 +49,7 @@ class LayerInputs:
         """The output of decoder layer ``index`` for one step of hidden states, on the layer's device."""
         device = next(layer.parameters()).device
         args, kwargs = self._arguments[index, hidden.shape[0]]
-        with torch.no_grad(), tf32(True):  # calibration text is noisier than TF32; an fp32 model runs twice as fast
+        with torch.no_grad():
             out = layer(hidden.to(device), *_moved(args, device), **_moved(kwargs, device))
         return out[0] if isinstance(out, tuple) else out
 

@@ -38,11 +38,12 @@ def _divergence(own: torch.Tensor, target: torch.Tensor, scaling: float) -> tupl
     """From logits [R, V]: KL of the rows, and the difference of the probabilities in the dtype of the logits."""
     if own.is_cuda and own.dtype != torch.float64:
         try:
-            from quarot.tuning.triton_divergence import divergence_
+            from quarot.tuning import triton_divergence
         except ImportError:
             pass
         else:
-            return divergence_(own, target, scaling), own
+            if own.shape[1] >= triton_divergence.BLOCK:
+                return triton_divergence.divergence_(own, target, scaling), own
     student, teacher = (F.log_softmax(logits.float() / scaling, -1) for logits in (own, target))
     wanted = teacher.exp()
     return (wanted * (teacher - student)).sum(-1), (student.exp_() - wanted).to(own.dtype)
