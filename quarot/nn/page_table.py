@@ -28,6 +28,7 @@ class Step(NamedTuple):
         longest, shortest: upper and lower bound of ``before``, known on the host.
         pages: pages that every pool must have by now.
         copies: (source, target) int64 page ids to copy before writing (copy on write), or None.
+        lookups: what the first layer looked up and the others use again; None where nothing is kept.
     """
 
     slots: Tensor
@@ -39,6 +40,7 @@ class Step(NamedTuple):
     pages: int
     copies: tuple[Tensor, Tensor] | None
     shortest: int = 0
+    lookups: dict[tuple[int, ...], tuple[Tensor, Tensor | None]] | None = None
 
     def on(self, device: torch.device) -> Step:
         """The same step with its tensors on another layer's device."""
@@ -46,7 +48,7 @@ class Step(NamedTuple):
             return self
         copies = None if self.copies is None else (self.copies[0].to(device), self.copies[1].to(device))
         slots, lengths, before, table = (x.to(device) for x in (self.slots, self.lengths, self.before, self.table))
-        return self._replace(slots=slots, lengths=lengths, before=before, table=table, copies=copies)
+        return self._replace(slots=slots, lengths=lengths, before=before, table=table, copies=copies, lookups=None)
 
 
 def slots_of(table: Tensor, positions: Tensor, page_size: int) -> Tensor:
@@ -145,7 +147,8 @@ class GrowingTable:
             pairs = torch.tensor([(old, self.rows[row][place]) for row, place, old in copied]).to(device)
             copies = (pairs[:, 0], pairs[:, 1])
         longest, shortest = max(old_counts, default=0), min(old_counts, default=0)
-        return Step(slots.reshape(-1), self.lengths, before, table, past, longest, self.num_pages, copies, shortest)
+        where = (slots.reshape(-1), self.lengths, before, table)
+        return Step(*where, past, longest, self.num_pages, copies, shortest, lookups={})
 
     def table(self, device: torch.device) -> Tensor:
         """Page ids int32 [B, pages]."""
@@ -360,7 +363,7 @@ class StaticTable:
         lengths.copy_((before + new.sum(1).to(torch.int32)).clamp(max=self.max_length))
         self.columns.add_(count)
         step = self.current(batch, count)
-        return step if past is None else step._replace(past=past, longest=past, shortest=shortest)
+        return step if past is None else step._replace(past=past, longest=past, shortest=shortest, lookups={})
 
     def current(self, batch: int, count: int) -> Step:
         """The step that :meth:`append` laid out, as far as it is known without asking the device."""

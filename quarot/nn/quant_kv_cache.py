@@ -127,19 +127,39 @@ class QuantKVLayer(CacheLayerMixin):
         if not window and count * heads // self.kv_heads <= self.PACKED_ROWS:
             return self._attend_packed(query, step, scale)
         length = min(step.longest, window - 1) if window else step.longest
-        first = step.before - length if window else torch.zeros_like(step.before)
-        oldest = new_positions(step.before, count, valid)[:, None, :, None] - window if window else None
         block = max(self.LEAST_BLOCK, self.BLOCK_ELEMENTS // (batch * self.kv_heads * dim))
         part = None
         for start in range(0, length, block):
             size = min(block, length - start)
-            key, value, place, filled = self.gather_past(step, first + start, size)
-            visible = None if start + size <= step.shortest else filled[:, None, None, :]
-            if oldest is not None:
-                visible = filled[:, None, None, :] & (place[:, None, None, :] > oldest)
+            found = None if step.lookups is None else step.lookups.get((start, size, window))
+            slots, visible = found or self._find_block(step, start, size, length, window, count, valid)
+            if step.lookups is not None:
+                step.lookups[start, size, window] = slots, visible
+            key, value = self.gather(slots)
             more = attend(query, key, value, scale, visible=visible)
             part = more if part is None else merge(part, more)
         return part
+
+    def _find_block(
+        self, step: Step, start: int, size: int, length: int, window: int, count: int, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Slots int64 [B, size] of stored tokens (-1: none), and which of them the new tokens see (None: all).
+
+        They are the tokens ``start`` .. of every row; with a window, of the last ``length`` of every row.
+        """
+        first = step.before[:, None].long() - length if window else 0
+        place = torch.arange(start, start + size, device=step.before.device) + first
+        place = place.expand(len(step.before), -1)
+        if not window and start + size <= step.shortest:
+            return slots_of(step.table, place, self.table.page_size), None
+        filled = (place >= 0) & (place < step.before[:, None])
+        inside = place.clamp(0, step.table.shape[1] * self.table.page_size - 1)
+        slots = slots_of(step.table, inside, self.table.page_size).masked_fill(~filled, -1)
+        visible = filled[:, None, None, :]
+        if window:
+            oldest = new_positions(step.before, count, valid)[:, None, :, None] - window
+            visible = visible & (place[:, None, None, :] > oldest)
+        return slots, visible
 
     def _attend_packed(self, query: Tensor, step: Step, scale: float) -> Partial:
         """The decode kernel sees every new token as further heads of one: then nothing of the past is hidden."""
@@ -152,22 +172,6 @@ class QuantKVLayer(CacheLayerMixin):
         out, lse = decode_attention(rows, self.pool, step.table, step.before, *args)
         out = out.view(batch, self.kv_heads, count, group, dim).transpose(2, 3).reshape(query.shape)
         return Partial(out, lse.view(batch, self.kv_heads, count, group).transpose(2, 3).reshape(query.shape[:3]))
-
-    def gather_past(self, step: Step, first: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Tokens ``first`` .. ``first + size - 1`` of every row, of those that were stored before ``step``.
-
-        Args:
-            first: int [B], may be negative.
-
-        Returns:
-            Dequantised (rotated) keys and values [B, kv_heads, size, D], places in the rows int64 [B, size], and
-            which of them are filled, bool [B, size]; the others are zeros.
-        """
-        place = first[:, None].long() + torch.arange(size, device=first.device)
-        filled = (place >= 0) & (place < step.before[:, None])
-        inside = place.clamp(0, step.table.shape[1] * self.table.page_size - 1)
-        slots = slots_of(step.table, inside, self.table.page_size).masked_fill(~filled, -1)
-        return *self.gather(slots), place, filled
 
     def _allocate(self, pages: int) -> Tensor:
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)

@@ -492,6 +492,17 @@ def test_memory_of_a_chunk_does_not_grow_with_the_past(padded, window, monkeypat
     assert most[0] == most[1]
 
 
+def test_layers_look_up_the_past_once(monkeypatch):
+    monkeypatch.setattr(QuantKVLayer, "PACKED_ROWS", 0)
+    looked, find = [], QuantKVLayer._find_block
+    monkeypatch.setattr(QuantKVLayer, "_find_block", lambda layer, *args: looked.append(layer) or find(layer, *args))
+    cache = new_cache()
+    push(cache, *tokens(2, 40))
+    for step in range(2):
+        push(cache, *tokens(2, 20, step))
+    assert looked == [cache.layers[0]] * 2
+
+
 class FakeBuffer:
     """Memory that grows in place, as csrc/memory gives on a GPU."""
 
