@@ -79,7 +79,7 @@ def _overrides(options: argparse.Namespace) -> dict[str, Any]:
 def retargeted(model: Any, name: str) -> Any:
     """A model of the same quantised weights with the activation and cache bits of another setting."""
     fields = {key: value for key, value in (SETTINGS[name].quantize or {}).items() if key in RUN_TIME}
-    config = model.config.quantization_config.replace(**{"a_clip": quarot.QuarotConfig().a_clip, **fields})
+    config = model.config.quantization_config.replace(**{"a_clip": None, **fields})  # None: as the bits want it
     for module in model.modules():
         if isinstance(module, quarot.QuantLinear):
             module.a_bits, module.a_clip = config.a_bits, config.a_clip
