@@ -64,20 +64,21 @@ def attend(
     if not query.is_cuda or query.dtype == torch.float64:
         return _blocks(_plain, query, key, value, scale, causal, visible)
     key, value = (_every_head(x, query.shape[1]) for x in (key, value))
-    if visible is None and query.dtype != torch.float32:
-        return _unmasked(query, key, value, scale, causal)
-    return _blocks(_efficient, query, key, value, scale, causal, visible)
+    part = _unmasked(query, key, value, scale, causal) if visible is None else None
+    return part or _blocks(_efficient, query, key, value, scale, causal, visible)
 
 
-def _unmasked(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Partial:
-    """PyTorch's own choice between cuDNN (twice as fast on Hopper) and its flash kernel."""
+def _unmasked(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Partial | None:
+    """cuDNN (twice as fast on Hopper) or PyTorch's flash kernel, as PyTorch itself chooses; None: it takes neither."""
     chosen = torch._fused_sdp_choice(query, key, value, None, 0.0, causal, scale=scale)
     if chosen == SDPBackend.CUDNN_ATTENTION.value:
         cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
         out, lse = cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)[:2]
-    else:
+    elif chosen == SDPBackend.FLASH_ATTENTION.value:
         flash = torch.ops.aten._scaled_dot_product_flash_attention.default
         out, lse = flash(query, key, value, 0.0, causal, scale=scale)[:2]
+    else:
+        return None
     return Partial(out, lse.reshape(query.shape[:3]) * _LOG2_E)
 
 

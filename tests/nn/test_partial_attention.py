@@ -9,6 +9,7 @@ import types
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 
 from quarot.integrations import flashinfer
 from quarot.nn import partial_attention
@@ -81,6 +82,12 @@ def test_merge_of_far_apart_and_empty_parts():
     assert both.out.flatten().tolist()[:2] == [1.0, -2.0]
     assert both.lse.flatten().tolist() == [0.0, 5.0, -math.inf]
     assert both.out.isfinite().all()
+
+
+@pytest.mark.parametrize("choice", [SDPBackend.MATH, SDPBackend.EFFICIENT_ATTENTION])
+def test_kernels_that_pytorch_would_not_take_are_not_taken(choice, monkeypatch):
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: choice.value)
+    assert partial_attention._unmasked(*inputs(), SCALE, False) is None
 
 
 class FakeFlashInfer:
