@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -38,9 +39,13 @@ def test_a_model_in_a_wrong_guise_is_told_the_way_out(tiny_model: Callable[..., 
         quarot.quantize_model(nn.DataParallel(model), **RTN)
 
 
-def test_a_configuration_is_no_dict(tiny_model: Callable[..., Any]) -> None:
+def test_a_configuration_is_no_dict(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    model, config = tiny_model("llama"), {"w_bits": 4}
     with pytest.raises(TypeError, match=r"must be a QuarotConfig, not {'w_bits': 4}; QuarotConfig.from_dict"):
-        quarot.quantize_model(tiny_model("llama"), {"w_bits": 4})  # type: ignore[arg-type]
+        quarot.quantize_model(model, config)  # type: ignore[arg-type]
+    model.save_pretrained(tmp_path / "model")
+    with pytest.raises(TypeError, match=r"must be a QuarotConfig, not {'w_bits': 4}"):
+        quarot.quantize_checkpoint(tmp_path / "model", tmp_path / "out", config)  # type: ignore[arg-type]
 
 
 def test_a_model_whose_cache_is_quantised_is_not_called_rotated(tiny_model: Callable[..., Any]) -> None:

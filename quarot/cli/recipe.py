@@ -50,7 +50,6 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
     Raises:
         ValueError: a bad value, with the field's name.
     """
-    from quarot.config import QuarotConfig
     from quarot.quantization.presets import with_preset
 
     fields: dict[str, Any] = {"seed": options.seed}
@@ -71,7 +70,7 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
         except json.JSONDecodeError:
             fields[name] = value
     try:
-        return with_preset(QuarotConfig(), options.preset, fields)
+        return with_preset(None, options.preset, fields)
     except TypeError as error:
         raise ValueError(f"--set: {error}") from None
 

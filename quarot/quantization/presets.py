@@ -29,12 +29,16 @@ _GENTLE: dict[str, dict[str, Any]] = {
 """Instead, where activations keep 8 bits or more: there is less to win back, and less to lose on other texts."""
 
 
-def with_preset(config: QuarotConfig, name: str | None, fields: Mapping[str, Any]) -> QuarotConfig:
-    """``config`` with the fields of a preset (none for None), and with single ``fields`` on top of them.
+def with_preset(config: QuarotConfig | None, name: str | None, fields: Mapping[str, Any]) -> QuarotConfig:
+    """``config`` (None: the defaults) with the fields of a preset (None: none), and single ``fields`` on top of them.
 
     Raises:
+        TypeError: ``config`` is something else.
         ValueError: an unknown preset, or fields that do not fit.
     """
+    if not (config is None or isinstance(config, QuarotConfig)):
+        raise TypeError(f"config must be a QuarotConfig, not {config!r}; QuarotConfig.from_dict makes one of a dict")
+    config = config or QuarotConfig()
     if name is not None and name not in PRESETS:
         raise ValueError(f"preset={name!r} is not known; choose from {list(PRESETS)}")
     chosen = dict(PRESETS.get(name or "", {}))

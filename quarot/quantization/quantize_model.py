@@ -80,9 +80,7 @@ def quantize_model(
     record = architecture_of(model)
     check_finished(model)
     check_device(device)
-    if config is not None and not isinstance(config, QuarotConfig):
-        raise TypeError(f"config must be a QuarotConfig, not {config!r}; QuarotConfig.from_dict makes one of a dict")
-    config = with_preset(config or QuarotConfig(), preset, fields)
+    config = with_preset(config, preset, fields)
     config = config.replace(rotation=_rotation_of(model, config))
     if isinstance(calibration, Iterator):
         calibration = list(calibration)  # it may be drawn from twice

@@ -89,7 +89,7 @@ def quantize_checkpoint(
     model = checkpoint.empty_model(dtype)
     record = architecture_of(model)
     check_unquantized(model)
-    config = with_preset(config or QuarotConfig(), preset, fields)
+    config = with_preset(config, preset, fields)
     _check_streamable(config)
     where = torch.device(device or "cpu")
     rotator = None if rotation is None else Rotator(model, device=where, **rotation)
