@@ -31,13 +31,15 @@ __device__ __forceinline__ void load_atoms(uint32_t (&r)[8], Int8Rows, char cons
 }
 
 template <class Weights, int TOKEN_TILES, int WARPS>
-__global__ void __launch_bounds__(WARPS * 32) grouped_kernel(SkinnyProblem const p, GroupGeometry const g) {
+__global__ void __launch_bounds__(WARPS * 32, 2) grouped_kernel(SkinnyProblem const p, GroupGeometry const g) {
     constexpr int kTokens = TOKEN_TILES * 8, kThreads = WARPS * 32;
     extern __shared__ __align__(128) int shared[];
     int const acc_words = g.strips_max * g.phase_groups * kTokens * kAccStride;
     int* const acc = shared;  // [strips][groups of the phase][kTokens][kAccStride]
     float* const total = reinterpret_cast<float*>(shared + acc_words);  // [strips][kTokens][16]
-    char* const codes = reinterpret_cast<char*>(total + g.strips_max * kTokens * 16);
+    float* const scales = total + g.strips_max * kTokens * 16;          // [strips * 16][scale_stride]
+    int const scale_stride = g.phase_groups | 1;                        // odd: 16 channels read from 16 banks
+    char* const codes = reinterpret_cast<char*>(scales + g.strips_max * 16 * scale_stride);
     uint32_t const codes_address = uint32_t(__cvta_generic_to_shared(codes));
     int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     int const strip_begin = int(blockIdx.x * g.strip_step >> 32);
@@ -47,13 +49,35 @@ __global__ void __launch_bounds__(WARPS * 32) grouped_kernel(SkinnyProblem const
     int const group_atoms = p.group_size / 32;
     int const pieces = (group_atoms + 2 * kItemUnits - 1) / (2 * kItemUnits);  // work items of one (strip, group)
 
-    for (int i = threadIdx.x; i < acc_words; i += kThreads) acc[i] = 0;
+    // Weights of an item (strip, group of the phase, piece of the group), loaded while the item before is multiplied.
+    uint32_t w[kItemUnits][Weights::kRegisters];
+    auto fetch = [&](int item, int first, int count) {
+        bool const valid = item < strip_count * count * pieces;
+        int const piece = item % pieces, group = item / pieces % count, strip = item / pieces / count;
+        int const atoms = valid ? group_atoms - piece * 2 * kItemUnits : 0;
+        int const s = strip_begin + (valid ? strip : 0);
+        char const* weight = Weights::lane_pointer(p.weight, s, p.k, p.n, lane);
+        int const row8 = s * 16 + lane / 4 + 8 < p.n ? 8 * p.k : 0;
+        int const atom = (first + group) * group_atoms + piece * 2 * kItemUnits;
+#pragma unroll
+        for (int u = 0; u < kItemUnits; ++u) load_atoms(w[u], Weights{}, weight, atom + 2 * u, atoms - 2 * u, row8);
+    };
+    fetch(warp, 0, min(g.phase_groups, p.groups));  // ahead of the wait: weights are constant, and so are their scales
+
     for (int i = threadIdx.x; i < strip_count * kTokens * 16; i += kThreads) total[i] = 0.0f;
-    wait_for_previous_kernel();
-    let_next_kernel_start();
     for (int first = 0; first < p.groups; first += g.phase_groups) {
         int const count = min(g.phase_groups, p.groups - first);
         int const vectors = count * p.group_size / 16;
+        for (int i = threadIdx.x; i < acc_words; i += kThreads) acc[i] = 0;
+        for (int row = warp; row < strip_count * 16; row += WARPS) {
+            int const n = min(strip_begin * 16 + row, p.n - 1);
+            for (int group = lane; group < count; group += 32)
+                copy_4_bytes(scales + row * scale_stride + group, p.weight_scale + size_t(n) * p.groups + first + group);
+        }
+        if (first == 0) {
+            wait_for_previous_kernel();
+            let_next_kernel_start();
+        }
         char const* source =
             static_cast<char const*>(p.codes) + size_t(token_begin) * p.k + size_t(first) * p.group_size;
         for (int row = warp; row < tokens; row += WARPS)
@@ -65,13 +89,15 @@ __global__ void __launch_bounds__(WARPS * 32) grouped_kernel(SkinnyProblem const
         for (int item = warp; item < strip_count * count * pieces; item += WARPS) {
             int const piece = item % pieces, group = item / pieces % count, strip = item / pieces / count;
             int const atom = group * group_atoms + piece * 2 * kItemUnits;  // of the phase
-            int const atoms = min(2 * kItemUnits, group_atoms - piece * 2 * kItemUnits);
-            char const* weight = Weights::lane_pointer(p.weight, strip_begin + strip, p.k, p.n, lane);
-            int const row8 = (strip_begin + strip) * 16 + lane / 4 + 8 < p.n ? 8 * p.k : 0;
-            uint32_t w[kItemUnits][Weights::kRegisters];
+            uint32_t a[kItemUnits][2][4];
 #pragma unroll
             for (int u = 0; u < kItemUnits; ++u)
-                load_atoms(w[u], Weights{}, weight, first * group_atoms + atom + 2 * u, atoms - 2 * u, row8);
+#pragma unroll
+                for (int half = 0; half < 2; ++half) Weights::fragment(a[u][half], w[u], half);
+            if (item + WARPS < strip_count * count * pieces)
+                fetch(item + WARPS, first, count);
+            else if (first + count < p.groups)
+                fetch(warp, first + count, min(g.phase_groups, p.groups - first - count));
             int* const sum =
                 acc + (strip * g.phase_groups + group) * kTokens * kAccStride + lane % 4 * 2 * kAccStride + lane / 4;
 #pragma unroll
@@ -82,13 +108,12 @@ __global__ void __launch_bounds__(WARPS * 32) grouped_kernel(SkinnyProblem const
                 int c[4] = {};
 #pragma unroll
                 for (int u = 0; u < kItemUnits; ++u) {
-                    uint32_t a[2][4], b[4];
-                    Weights::fragment(a[0], w[u], 0);
-                    Weights::fragment(a[1], w[u], 1);
+                    uint32_t b[4];
                     Weights::activations(b, address + u * kUnit);  // past the end of the group the weights are zero
-                    mma(c, a[0], b[0], b[1]);
-                    mma(c, a[1], b[2], b[3]);
+                    mma(c, a[u][0], b[0], b[1]);
+                    mma(c, a[u][1], b[2], b[3]);
                 }
+                if (t * 8 >= tokens) continue;
                 atomicAdd(sum + t * 8 * kAccStride, c[0]);
                 atomicAdd(sum + (t * 8 + 1) * kAccStride, c[1]);
                 atomicAdd(sum + t * 8 * kAccStride + 8, c[2]);
@@ -97,17 +122,18 @@ __global__ void __launch_bounds__(WARPS * 32) grouped_kernel(SkinnyProblem const
         }
         __syncthreads();
 
-        for (int i = threadIdx.x; i < strip_count * 16 * kTokens; i += kThreads) {
-            int const row = i % 16, token = i / 16 % kTokens, strip = i / 16 / kTokens;
-            int const n = (strip_begin + strip) * 16 + row;
-            float const* scale = p.weight_scale + size_t(min(n, p.n - 1)) * p.groups + first;
-            float sum = total[i];
+        for (int i = threadIdx.x; i < strip_count * 16 * tokens; i += kThreads) {
+            int const row = i % 16, strip = i / 16 % strip_count, token = i / 16 / strip_count;
+            float const* const scale = scales + (strip * 16 + row) * scale_stride;
+            int const* const part = acc + (strip * g.phase_groups * kTokens + token) * kAccStride + row;
+            float& entry = total[(strip * kTokens + token) * 16 + row];
+            float sum = entry;
+#pragma unroll 8
             for (int group = 0; group < count; ++group) {
-                int& part = acc[((strip * g.phase_groups + group) * kTokens + token) * kAccStride + row];
-                sum = __fadd_rn(sum, __fmul_rn(__fmul_rn(float(part), Weights::kMultiplier), scale[group]));
-                part = 0;
+                float const value = __fmul_rn(float(part[group * kTokens * kAccStride]), Weights::kMultiplier);
+                sum = __fadd_rn(sum, __fmul_rn(value, scale[group]));
             }
-            total[i] = sum;
+            entry = sum;
         }
         __syncthreads();
     }
@@ -136,7 +162,7 @@ cudaError_t run_grouped(SkinnyProblem const& p) {
     int const rows = std::min(kTokens, p.m);
     int const slack = 2 * kItemUnits * 32;
     auto bytes = [&](int strips_here, int groups_here) {
-        return strips_here * (groups_here * acc_bytes + total_bytes) +
+        return strips_here * (groups_here * acc_bytes + (groups_here | 1) * 64 + total_bytes) +
                rows * Weights::kRowPad((groups_here * p.group_size + 63) / 64 * 64) + slack;
     };
     // Two blocks an SM if a useful share of the groups fits, else one; then as many strips a block as an even split
