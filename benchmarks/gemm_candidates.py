@@ -28,8 +28,8 @@ Tactic = tuple[int, int, int, int]
 """kernel, a, b, c as in ``csrc/gemm/dispatch.h``."""
 
 SKINNY, WIDE, SPLIT = 0, 1, 5
-TOKENS = (64, 128, 256, 512, 1024, 2048, 4096)
-_ROUNDS = 5
+TOKENS = (64, 128, 256, 512, 1024, 2048)
+_ROUNDS = 3
 
 
 def candidates(m: int, n: int, k: int) -> Iterator[Tactic]:
@@ -39,19 +39,14 @@ def candidates(m: int, n: int, k: int) -> Iterator[Tactic]:
     yield WIDE, 128, 128, 0
     yield WIDE, 128, 256, 0
     if m <= 512:
-        yield WIDE, 64, 64, 0
         yield WIDE, 256, 128, 0
     yield WIDE, 128, 128, 1
-    if m <= 128:
-        yield WIDE, 128, 64, 1
     for parts in (1, 2, 3, 4):
         if k % (32 * parts) or m > 1024:
             continue
         if m <= 256:
             yield SPLIT, 64, 64, parts
-        yield SPLIT, 64, 128, parts
         yield SPLIT, 128, 128, parts
-        yield SPLIT, 128, 128, 100 + parts
 
 
 def choice(m: int, n: int, k: int) -> Tactic:

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gemm/gemm.h"
+#include "gemm/sm80/kernels.h"
 
 namespace quarot {
 namespace {
@@ -47,15 +48,16 @@ void bind_gemm(pybind11::module_& m) {
         "gemm",
         [](std::uintptr_t codes, std::uintptr_t row_scale, std::uintptr_t weight, std::uintptr_t weight_scale,
            std::uintptr_t bias, std::uintptr_t out, int rows, int n, int k, int ldd, int groups, int out_type,
-           int weight_format, bool packed, std::uintptr_t workspace, std::size_t workspace_bytes, const Tactic& tactic,
-           std::uintptr_t stream) {
+           int weight_format, bool packed, std::uintptr_t workspace, std::size_t workspace_bytes,
+           std::uintptr_t counters, const Tactic& tactic, std::uintptr_t stream) {
             GemmCall call{{pointer(codes), pointer<float>(row_scale), pointer(weight), pointer<float>(weight_scale),
                            pointer<float>(bias), pointer(out), rows, n, k, ldd, groups, groups > 0 ? k / groups : 0,
                            static_cast<OutputType>(out_type), static_cast<WeightFormat>(weight_format),
                            pointer<CUstream_st>(stream)},
                           packed,
                           pointer(workspace),
-                          workspace_bytes};
+                          workspace_bytes,
+                          pointer<unsigned>(counters)};
             cudaError_t const status = gemm(call, resolve(call, tactic));
             if (status == cudaSuccess) return;
             throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status) +
@@ -65,7 +67,7 @@ void bind_gemm(pybind11::module_& m) {
         py::arg("codes"), py::arg("row_scale"), py::arg("weight"), py::arg("weight_scale"), py::arg("bias"),
         py::arg("out"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"),
         py::arg("out_type"), py::arg("weight_format"), py::arg("packed"), py::arg("workspace"),
-        py::arg("workspace_bytes"), py::arg("tactic"), py::arg("stream"),
+        py::arg("workspace_bytes"), py::arg("counters"), py::arg("tactic"), py::arg("stream"),
         "Integer GEMM; see csrc/gemm/gemm.h. weight_format: 0 int4 tiles, 1 int8 rows (row-major int4 if packed).");
     m.def(
         "gemm_choice",
@@ -77,14 +79,24 @@ void bind_gemm(pybind11::module_& m) {
         py::arg("weight_format"), py::arg("packed"),
         "The tactic [kernel, a, b, c] that gemm() takes by itself for this size on the current device.");
     m.def(
-        "gemm_workspace_bytes",
+        "gemm_scratch",
         [](int rows, int n, int k, int ldd, int groups, int out_type, int weight_format, bool packed,
            const Tactic& tactic) {
             GemmCall const call = sized(rows, n, k, ldd, groups, out_type, weight_format, packed);
-            return gemm_workspace_bytes(call, resolve(call, tactic));
+            GemmScratch const scratch = gemm_scratch(call, resolve(call, tactic));
+            return std::pair(scratch.bytes, scratch.counters);
         },
         py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"), py::arg("out_type"),
-        py::arg("weight_format"), py::arg("packed"), py::arg("tactic"), "Scratch memory gemm() needs, in bytes.");
+        py::arg("weight_format"), py::arg("packed"), py::arg("tactic"), "What gemm() needs beside its operands: (bytes, zeroed 32-bit counters).");
+    m.def(
+        "int4_code_versions",
+        [] {
+            sm80::CodeVersions versions;
+            cudaError_t const status = sm80::w4a4_code_versions(versions);
+            if (status != cudaSuccess) throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status));
+            return std::pair(versions.ptx, versions.binary);
+        },
+        "(PTX, machine code) of the INT4 tensor-core kernels on the current device, as ten times the architecture.");
 }
 
 }  // namespace quarot

@@ -18,31 +18,57 @@ GemmChoice skinny_choice(GemmSize const& s) {
     return {GemmKernel::kSkinny, 32, small_shared ? 8 : 16, 1};
 }
 
-/// Microseconds of a tile shape: a fixed part, and one for each wave of tiles, proportional to K.
-double wide_cost(GemmSize const& s, int channels, int tokens, double wave_us_at_4096) {
-    int const waves = ceil_div(ceil_div(s.n, channels) * ceil_div(s.m, tokens), s.sm_count);
-    return 2.3 + waves * wave_us_at_4096 * s.k / 4096;
-}
+/// A Hopper tile and what it costs, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K of a
+/// block / 4096); `half` and `half_depth` for a last wave with one block an SM where two fit; `meeting` where blocks
+/// share a tile. For int4 weights: least squares over `python -m benchmarks.gemm_candidates` (NOTES.md, "Dispatch").
+struct WideTile {
+    int weight_bits;
+    int channels, tokens;
+    int resident;  ///< blocks an SM holds
+    bool stream_k;
+    int most_parts;   ///< of K
+    int most_tokens;  ///< M up to which it was measured
+    double fixed, wave, wave_depth, half = 0.0, half_depth = 0.0, meeting = 0.0;
+};
 
-/// The 64x64 tile: two blocks an SM, and later waves start block by block.
-double narrow_cost(GemmSize const& s) {
-    int const tiles = ceil_div(s.n, 64) * ceil_div(s.m, 64);
-    double const first = tiles <= s.sm_count ? 6.5 : 8.3;
-    return 2.3 + (first + 10.3 * (ceil_div(tiles, 2 * s.sm_count) - 1)) * s.k / 4096;
+constexpr int kAny = 4096;  // above, the largest tile: fewest reads of the operands
+constexpr WideTile kWideTiles[] = {
+    {4, 128, 128, 1, false, 1, kAny, 2.97, 1.13, 9.92},
+    {4, 256, 128, 1, false, 1, 256, 0.0, 4.30, 19.29},
+    {4, 128, 128, 1, true, 1, 512, 2.8, 0.0, 14.4},
+    {4, 64, 64, 2, false, 4, 256, 0.0, 3.08, 7.89, 2.82, 5.63, 3.5},
+    {4, 128, 128, 1, false, 4, 256, 0.0, 4.05, 9.74, 0.0, 0.0, 4.79},
+    {8, 128, 256, 1, false, 1, kAny, 2.3, 0.0, 22.0},
+    {8, 128, 128, 1, false, 1, kAny, 2.3, 0.0, 11.35},
+};
+
+constexpr double kNever = 1e30;
+
+double predicted(GemmSize const& s, WideTile const& t, int parts) {
+    int const blocks = ceil_div(s.n, t.channels) * ceil_div(s.m, t.tokens) * parts, slots = s.sm_count * t.resident;
+    // Blocks that meet have to run at once to be worth it; Stream-K is for a few tiles too many.
+    if (s.k % (32 * parts) != 0 || (parts > 1 && blocks > slots)) return kNever;
+    if (t.stream_k && (blocks <= slots || 4 * blocks > 5 * slots)) return kNever;
+    double const depth = double(s.k) / parts / 4096;
+    int const rest = blocks % slots;
+    bool const half = t.resident == 2 && rest > 0 && rest <= s.sm_count;
+    double const waves = t.stream_k ? double(blocks) / slots : blocks / slots + (rest > 0 && !half);
+    return t.fixed + waves * (t.wave + t.wave_depth * depth) + (half ? t.half + t.half_depth * depth : 0.0) +
+           (parts > 1 ? t.meeting : 0.0);
 }
 
 GemmChoice wide_choice(GemmSize const& s) {
-    // Alternating consumers hide the epilogue of a few waves; over many they cost 5 % under the power cap.
-    double const us_128x128 = s.m <= 1024 ? 11.0 : 11.7;
     GemmChoice best{GemmKernel::kWide, 128, 256};
-    double cost = wide_cost(s, 128, 256, 22.0);
-    auto const offer = [&](int channels, int tokens, double offered) {
-        if (offered < cost) cost = offered, best = {GemmKernel::kWide, channels, tokens};
-    };
-    offer(128, 128, wide_cost(s, 128, 128, us_128x128));
-    if (s.int4_weight) {
-        offer(256, 128, wide_cost(s, 256, 128, 22.2));
-        offer(64, 64, narrow_cost(s));
+    double least = kNever;
+    for (WideTile const& t : kWideTiles) {
+        if (s.m > t.most_tokens || s.int4_weight != (t.weight_bits == 4)) continue;
+        for (int parts = 1; parts <= t.most_parts; ++parts) {
+            double const us = predicted(s, t, parts);
+            if (us >= least) continue;
+            least = us;
+            bool const split = t.most_parts > 1;
+            best = {split ? GemmKernel::kSplit : GemmKernel::kWide, t.channels, t.tokens, split ? parts : t.stream_k};
+        }
     }
     return best;
 }
@@ -61,8 +87,6 @@ GemmChoice choose_gemm(GemmSize const& s) {
     if (s.m <= 32) return skinny_choice(s);
     if (s.capability != 90 || s.float32_out || !s.vector_rows)
         return tile_serves ? GemmChoice{GemmKernel::kTile} : skinny_choice(s);
-    // Few tiles and a long K: only cutting K fills the machine.
-    if (s.int4_weight && s.m <= 128 && s.n <= 8192 && s.k > 11008) return {GemmKernel::kWide, 128, 64, 1};
     return wide_choice(s);
 }
 

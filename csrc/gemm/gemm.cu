@@ -5,7 +5,7 @@
 #include "gemm/skinny_launch.cuh"
 #include "gemm/sm80/kernels.h"
 #include "gemm/sm90/kernels.h"
-#include "gemm/sm90/narrow.h"
+#include "gemm/sm90/split.h"
 #include "gemm/sm90/stream_k.h"
 
 namespace quarot {
@@ -63,13 +63,20 @@ GemmChoice gemm_choice(GemmCall const& call) {
                         p.type == OutputType::kFloat32, p.ldd % 8 == 0, device.capability, device.sm_count});
 }
 
-std::size_t gemm_workspace_bytes(GemmCall const& call, GemmChoice const& choice) {
-    bool const stream_k = choice.kernel == GemmKernel::kWide && choice.c == 1;
-    if (stream_k) return sm90::w4a8_128x64_stream_k_workspace(hopper_problem(call, current_device().sm_count));
-    if (choice.kernel != GemmKernel::kInt4Cores) return 0;
+GemmScratch gemm_scratch(GemmCall const& call, GemmChoice const& choice) {
+    if (choice.kernel == GemmKernel::kSplit) {
+        sm90::GemmProblem const p = hopper_problem(call, current_device().sm_count);
+        std::size_t const tiles = sm90::split_tiles(p, choice.a, choice.b);
+        return {sm90::split_workspace(p, choice.a, choice.b, choice.c), choice.c > 1 ? 2 * tiles : 0};
+    }
+    if (choice.kernel == GemmKernel::kWide && choice.c == 1) {
+        sm90::GemmProblem const p = hopper_problem(call, current_device().sm_count);
+        return {sm90::w4a8_128x128_stream_k_workspace(p)};
+    }
+    if (choice.kernel != GemmKernel::kInt4Cores) return {};
     sm80::GemmProblem const p = int4_problem(call);
-    if (choice.a <= 64) return sm80::w4a4_64x128_workspace(p);
-    return choice.b <= 128 ? sm80::w4a4_128x128_workspace(p) : sm80::w4a4_128x256_workspace(p);
+    if (choice.a <= 64) return {sm80::w4a4_64x128_workspace(p)};
+    return {choice.b <= 128 ? sm80::w4a4_128x128_workspace(p) : sm80::w4a4_128x256_workspace(p)};
 }
 
 cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
@@ -95,8 +102,14 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             sm90::GemmProblem const problem = hopper_problem(call, device.sm_count);
             if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
             if (choice.a >= 256) return sm90::w4a8_256x128(problem);
-            if (choice.b <= 64) return choice.c ? sm90::w4a8_128x64_stream_k(problem) : sm90::w4a8_64x64(problem);
+            if (choice.c) return sm90::w4a8_128x128_stream_k(problem);
             return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
+        }
+        case GemmKernel::kSplit: {
+            skinny::DeviceLimits const& device = current_device();
+            if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
+            sm90::SplitProblem const problem{hopper_problem(call, device.sm_count), choice.c, call.counters};
+            return choice.a <= 64 ? sm90::w4a8_64x64_split(problem) : sm90::w4a8_128x128_split(problem);
         }
         case GemmKernel::kInt4Cores: {
             if (!sixteen_bit || !vector_rows || p.n % 8 != 0) return cudaErrorInvalidValue;

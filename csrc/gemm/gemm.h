@@ -14,15 +14,21 @@ struct GemmCall {
     SkinnyProblem
         problem;  ///< pointers and sizes; `codes` is int4 [m, k / 2] and `weight` int4 [n, k / 2] if packed_activations
     bool packed_activations;
-    void* workspace;  ///< device memory of at least gemm_workspace_bytes(), or null if that is 0
+    void* workspace;  ///< device memory of at least gemm_scratch().bytes, or null if that is 0
     std::size_t workspace_bytes;
+    unsigned* counters;  ///< gemm_scratch().counters zeros, or null if that is 0; zeros again after the call
+};
+
+/// Device memory a call needs beside its operands.
+struct GemmScratch {
+    std::size_t bytes = 0;     ///< needs no initialisation
+    std::size_t counters = 0;  ///< of 32 bits, zero
 };
 
 /// The kernel the call would run on the current device.
 GemmChoice gemm_choice(GemmCall const& call);
 
-/// Scratch memory `choice` needs; its contents need no initialisation.
-std::size_t gemm_workspace_bytes(GemmCall const& call, GemmChoice const& choice);
+GemmScratch gemm_scratch(GemmCall const& call, GemmChoice const& choice);
 
 /// Launches on `problem.stream`; allocates nothing, synchronises nothing. An impossible combination is
 /// cudaErrorInvalidValue.

@@ -10,6 +10,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from quarot.ops import registry
+from quarot.ops.workspace import zeroed_counters
 
 INT4_TILES, INT8_ROWS = 0, 1
 """Weight formats, as in ``csrc/gemm/skinny.h``."""
@@ -88,10 +89,10 @@ def _ready(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _workspace_bytes(device: int, *size: int, tactic: tuple[int, ...]) -> int:
+def _scratch(device: int, *size: int, tactic: tuple[int, ...]) -> tuple[int, int]:
     extension: Any = registry.extension()
     with torch.cuda.device(device):
-        return extension.gemm_workspace_bytes(*size, list(tactic))
+        return extension.gemm_scratch(*size, list(tactic))
 
 
 def launch(
@@ -141,10 +142,11 @@ def launch(
         weight_scale = torch.nn.functional.pad(weight_scale, (0, kernel_n - n))
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, kernel_n - n))
     size = (m, kernel_n, k, stored.shape[1], groups, _OUT_TYPES[out_dtype], weight_format, packed)
-    workspace, workspace_bytes = None, 0
+    workspace, workspace_bytes, counters, stream = None, 0, None, registry.stream(codes)
     if packed or m > _WIDE_TOKENS or tactic:
-        workspace_bytes = _workspace_bytes(codes.device.index, *size, tactic=tuple(tactic))
+        workspace_bytes, count = _scratch(codes.device.index, *size, tactic=tuple(tactic))
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=codes.device) if workspace_bytes else None
+        counters = zeroed_counters(count, codes.device, stream) if count else None
     extension: Any = registry.extension()
     with torch.cuda.device(codes.device):
         extension.gemm(
@@ -157,7 +159,8 @@ def launch(
             *size,
             0 if workspace is None else workspace.data_ptr(),
             workspace_bytes,
+            0 if counters is None else counters.data_ptr(),
             list(tactic),
-            registry.stream(codes),
+            stream,
         )
     return out if stored is out else out.copy_(stored[:, :n])

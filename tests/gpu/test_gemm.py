@@ -7,7 +7,7 @@ order of float32 operations.
 import pytest
 import torch
 
-from quarot.ops import gemm_launch
+from quarot.ops import gemm_launch, registry
 from quarot.ops.gemm_w4a4 import gemm_w4a4
 from quarot.ops.gemm_w8a8 import gemm_w8a8
 from quarot.ops.int4_rows import tiles_to_int4_rows
@@ -25,7 +25,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 257, 513]
 # kernel, a, b, c as in csrc/gemm/dispatch.h: every instantiation there is.
 SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 16, 1), (0, 32, 8, 1)]
-WIDE = [(1, 128, 256, 0), (1, 256, 128, 0), (1, 128, 128, 0), (1, 64, 64, 0), (1, 128, 64, 1)]
+WIDE = [(1, 128, 256, 0), (1, 256, 128, 0), (1, 128, 128, 0), (1, 128, 128, 1)]
+SPLIT = [(5, *tile, parts) for tile in ((64, 64), (128, 128)) for parts in (1, 2, 3, 4)]  # parts of K
 TILE = [(4, 0, 0, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
 WIDE_INT8 = [(1, 128, 256, 0), (1, 128, 128, 0)]
@@ -109,7 +110,8 @@ def test_every_kernel(m, n, k):
     qweight = pack_int4_tiles(weight)
     for dtype in (torch.float16, torch.bfloat16):
         want = exact(codes, row_scale, weight, weight_scale, bias, dtype)
-        for tactic in SKINNY + WIDE + TILE:
+        split = [tactic for tactic in SPLIT if k % (32 * tactic[3]) == 0]
+        for tactic in SKINNY + WIDE + split + TILE:
             got = gemm_launch.launch(
                 codes, row_scale, qweight, weight_scale, bias, dtype, weight_format=0, tactic=tactic
             )
@@ -119,6 +121,39 @@ def test_every_kernel(m, n, k):
                 codes, row_scale, weight, weight_scale, bias, dtype, weight_format=1, tactic=tactic
             )
             assert torch.equal(got, want), tactic
+
+
+@hopper
+@pytest.mark.parametrize("m", [40, 200])
+def test_blocks_that_share_a_tile_meet_again_and_again(m):
+    """Counters are left zero: by every launch of a chain, on two streams at once, and by the replays of a graph."""
+    codes, row_scale, weight, weight_scale, bias = problem(m, 512, 4096)
+    qweight = pack_int4_tiles(weight)
+    want = exact(codes, row_scale, weight, weight_scale, bias, torch.float16)
+
+    def run(tactic):
+        return gemm_launch.launch(
+            codes, row_scale, qweight, weight_scale, bias, torch.float16, weight_format=0, tactic=tactic
+        )
+
+    parted = [tactic for tactic in SPLIT if tactic[3] in (2, 4)]
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    torch.cuda.synchronize()
+    outs = []
+    for _ in range(20):
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                outs += [run(tactic) for tactic in parted]
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, want) for out in outs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [run(tactic) for _ in range(3) for tactic in parted]
+    for _ in range(3):
+        for out in outs:
+            out.zero_()
+        graph.replay()
+        assert all(torch.equal(out, want) for out in outs)
 
 
 @pytest.mark.parametrize("m", [1, 30, 64, 129, 300])
@@ -132,6 +167,22 @@ def test_int4_tensor_cores(m, n, k):
         for tactic in INT4_CORES:
             got = gemm_launch.launch(
                 packed, row_scale, rows, weight_scale, bias, dtype, weight_format=0, packed=True, tactic=tactic
+            )
+            assert torch.equal(got, want), tactic
+
+
+@hopper
+def test_int4_kernels_compiled_from_ptx_by_the_driver():
+    """The code of compute_80 itself, which is what Ampere and Ada run, on a Hopper GPU: bit for bit the reference."""
+    if registry.extension().int4_code_versions() != (80, 90):
+        pytest.skip("INT4 kernels are not PTX of compute_80 here; build with QUAROT_CUDA_ARCHS='80+PTX;90a'")
+    for m, n, k in ((1, 1024, 1024), (130, 1037, 4128), (300, 80, 11008)):
+        codes, row_scale, weight, weight_scale, bias = problem(m, n, k)
+        rows, packed = tiles_to_int4_rows(pack_int4_tiles(weight)), pack_nibbles(codes)
+        want = exact(codes, row_scale, weight, weight_scale, bias, torch.float16)
+        for tactic in INT4_CORES:
+            got = gemm_launch.launch(
+                packed, row_scale, rows, weight_scale, bias, torch.float16, weight_format=0, packed=True, tactic=tactic
             )
             assert torch.equal(got, want), tactic
 

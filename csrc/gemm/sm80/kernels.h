@@ -33,4 +33,12 @@ std::size_t w4a4_128x256_workspace(GemmProblem const& p);
 std::size_t w4a4_128x128_workspace(GemmProblem const& p);
 std::size_t w4a4_64x128_workspace(GemmProblem const& p);
 
+/// What the current device runs for w4a4_64x128, as ten times the architecture: the one its PTX was written for, and the
+/// one of its machine code. 80 and 90: the driver compiled the PTX of compute_80 for a Hopper GPU.
+struct CodeVersions {
+    int ptx = 0;
+    int binary = 0;
+};
+cudaError_t w4a4_code_versions(CodeVersions& versions);
+
 }  // namespace quarot::sm80

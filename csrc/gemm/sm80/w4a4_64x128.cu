@@ -14,4 +14,11 @@ std::size_t w4a4_64x128_workspace(GemmProblem const& p) {
     return workspace_bytes<Config>(p);
 }
 
+cudaError_t w4a4_code_versions(CodeVersions& versions) {
+    cudaFuncAttributes attributes{};
+    cudaError_t const error = cudaFuncGetAttributes(&attributes, cutlass::Kernel2<Config::Kernel>);
+    versions = {attributes.ptxVersion, attributes.binaryVersion};
+    return error;
+}
+
 }  // namespace quarot::sm80
