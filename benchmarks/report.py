@@ -195,6 +195,11 @@ def _m_range(m: int) -> str:
     return next(name for most, name in _M_RANGES if most is None or m <= most)
 
 
+def _mean(ratios: list[float]) -> float | None:
+    """Geometric; None of none."""
+    return round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 2) if ratios else None
+
+
 def summary(results: Path = RESULTS) -> str:
     """The README's speed tables: whole models row by row, kernels as geometric means (all in docs/benchmarks.md)."""
     every = [row for path in sorted(results.glob("*.json")) for row in newest(read(path))]
@@ -202,27 +207,19 @@ def summary(results: Path = RESULTS) -> str:
     rows = [row for row in every if row.get("ratio") is not None]
     if not rows:
         return "No measurements yet."
-    groups: dict[tuple[str, str, str, str], list[float]] = {}
+    kernels: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     for row in rows:
         if row["op"] not in _WHOLE and row.get("m"):
-            groups.setdefault((row["op"], row["peer"], _m_range(row["m"]), row["gpu"]), []).append(row["ratio"])
-    kernels = [
-        {
-            "op": op,
-            "m": m,
-            "peer": peer,
-            "ratio": round(math.exp(sum(map(math.log, ratios)) / len(ratios)), 2),
-            "lowest": round(min(ratios), 2),
-            "highest": round(max(ratios), 2),
-            "rows": len(ratios),
-            "gpu": gpu,
-        }
-        for (op, peer, m, gpu), ratios in groups.items()
+            ranges = kernels.setdefault((row["op"], row["peer"], row["gpu"]), {name: [] for _, name in _M_RANGES})
+            ranges[_m_range(row["m"])].append(row["ratio"])
+    means = [
+        {"op": op, "peer": peer, **{f"m {name}": _mean(ratios) for name, ratios in ranges.items()}, "gpu": gpu}
+        for (op, peer, gpu), ranges in kernels.items()
     ]
     parts = [f"Ratio = time (or memory) of the peer / ours; {_commits(rows)}. Whole models (m = batch, n = context):"]
     parts.append(table(whole, ("op", "model", "m", "n", "us", "tokens_per_s", "peer", "peer_us", "ratio", "gpu")))
-    parts.append("Kernels, geometric mean over shapes and m (batch for attention):")
-    parts.append(table(kernels, ("op", "m", "peer", "ratio", "lowest", "highest", "rows", "gpu")))
+    parts.append("Kernels, geometric mean over shapes (m = tokens; batch for attention):")
+    parts.append(table(means, ("op", "peer", *(f"m {name}" for _, name in _M_RANGES), "gpu")))
     return "\n\n".join(parts)
 
 
