@@ -55,7 +55,9 @@ def _speed_up(axes: Any, rows: list[Row]) -> None:
 
 
 def _roof(axes: Any, rows: list[Row]) -> None:
-    single = {(row["model"], row["layer"], row["m"], row["n"], row["k"], row["dtype"]): row for row in rows}
+    # Rows of one size against several peers may be of several runs: the newest time counts.
+    dated = sorted(rows, key=lambda row: row.get("date") or "")
+    single = {(row["model"], row["layer"], row["m"], row["n"], row["k"], row["dtype"]): row for row in dated}
     for layer in dict.fromkeys(row["layer"] for row in rows):
         points = [
             (row["m"], row["roof_us"] / row["us"])
