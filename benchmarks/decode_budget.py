@@ -59,8 +59,6 @@ def parts(model: Any) -> dict[str, tuple[Any, str, Callable[..., bool]]]:
     return {
         "norm + quantise (2)": (fused_layer, "add_rms_norm_quantize", always),
         "qkv GEMM": group("qkv"),
-        # One kernel or two, as the step has it: what it does not call costs nothing.
-        "RoPE + R3 + append + attention": (decode_step, "rope_decode_attention", always),
         "RoPE + R3 + append": (decode_step, "rope_kv_append", always),
         "attention": (decode_step, "decode_attention", always),
         "head Hadamard + quantise": (QuantLinear, "quantize_input", lambda self, *a: self is not head),

@@ -20,16 +20,7 @@ bool same_side(const KVFormat& a, const KVFormat& b, Side side) {
     return a.bits(side) == b.bits(side) && (a.bits(side) == 16 || a.group(side) == b.group(side));
 }
 
-const DecodeVariant* find_variant(const KVFormat& format, DType dtype, bool append) {
-    if (append) {
-        const DecodeVariants table = append_variants();
-        for (int i = 0; i < table.count; ++i) {
-            const KVFormat& f = table.begin[i].format;
-            if (f.head_dim == format.head_dim && same_side(f, format, Side::kKey) && same_side(f, format, Side::kValue))
-                return &table.begin[i];
-        }
-        return nullptr;
-    }
+const DecodeVariant* find_variant(const KVFormat& format, DType dtype) {
     const bool raw = format.key_bits == 16;
     for (const DecodeVariants& table :
          {head128_int4_variants(), head128_other_variants(), head64_variants(), other_head_variants()}) {
@@ -58,13 +49,8 @@ std::size_t shared_bytes(const DecodeVariant& v, int warps, int stages, bool rot
 
 }  // namespace
 
-bool decode_append_serves(const KVFormat& format, int query_heads, int kv_heads, int rotary_dim) {
-    return query_heads / kv_heads <= kTileRows && rotary_dim % 32 == 0 && rotary_dim <= format.head_dim &&
-           find_variant(format, DType::kFloat16, true) != nullptr;
-}
-
 DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
-    const DecodeVariant* v = tuning.generic ? nullptr : find_variant(s.format, s.dtype, s.append);
+    const DecodeVariant* v = tuning.generic ? nullptr : find_variant(s.format, s.dtype);
     const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
     DecodePlan plan{};
     plan.tiles = (s.tokens * (s.query_heads / s.kv_heads) + kTileRows - 1) / kTileRows;
@@ -103,12 +89,10 @@ DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
 cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, DecodeParams params, cudaStream_t stream) {
     params.tiles = plan.tiles, params.max_splits = plan.max_splits, params.cta_slots = plan.cta_slots;
     params.ring_stages = plan.ring_stages, params.mixed_piece = 0.01f * plan.mixed_percent;
-    const bool one_tile = s.tokens == 1 && plan.tiles == 1 && plan.ring_stages > 0;
-    if (s.append != (params.append.qkv != nullptr) || (s.append && !one_tile)) return cudaErrorInvalidValue;
     if (plan.ring_stages == 0) return launch_generic_decode(s.format, plan.grid, params, stream);
-    const DecodeVariant* v = find_variant(s.format, s.dtype, s.append);
+    const DecodeVariant* v = find_variant(s.format, s.dtype);
     if (!v) return cudaErrorInvalidValue;
-    const std::size_t bytes = shared_bytes(*v, plan.warps, plan.ring_stages, s.append || params.rotate_order != 0);
+    const std::size_t bytes = shared_bytes(*v, plan.warps, plan.ring_stages, params.rotate_order != 0);
     const cudaError_t status =
         cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
     if (status != cudaSuccess) return status;

@@ -13,7 +13,6 @@ struct DecodeShape {
     DType dtype;  // of the queries
     int batch, tokens, query_heads, kv_heads;
     int max_tokens;  // page table columns times page size: no sequence is longer
-    bool append = false;  // DecodeParams::append: one new token a row, stored by the same kernel
 };
 
 // How a call is launched. Depends on shapes only, never on lengths: a captured graph stays valid as sequences grow.
@@ -30,9 +29,6 @@ struct DecodeTuning {
     bool generic;
     int mixed_percent;  // of a CTA's even share: the smallest piece of a batch of mixed lengths
 };
-
-// Whether a call with `append` has a kernel.
-bool decode_append_serves(const KVFormat& format, int query_heads, int kv_heads, int rotary_dim);
 
 // Plan for the current device.
 DecodePlan decode_plan(const DecodeShape& shape, const DecodeTuning& tuning);

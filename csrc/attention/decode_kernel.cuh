@@ -8,7 +8,6 @@
 #include <cuda_runtime.h>
 
 #include "attention/attend_stage.cuh"
-#include "attention/begin_row.cuh"
 #include "attention/load_stage.cuh"
 #include "attention/merge_parts.cuh"
 #include "attention/rotate_query.cuh"
@@ -22,7 +21,7 @@ constexpr int decode_shared_bytes(int warps, int stages, bool rotate) {
     return warps * (stages * (C::kStageBytes + 8) + kTileRows * 8) + (rotate ? kTileRows * C::kD * 2 : 0);
 }
 
-template <typename C, bool Append>
+template <typename C>
 __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __grid_constant__ DecodeParams p) {
     extern __shared__ __align__(128) std::uint8_t shared[];
     __shared__ int last_flag;
@@ -48,8 +47,6 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
             ring.commit();
             ++issued;
         };
-        // Reads the end of the sequence, which it then has to store first.
-        const auto appends = [&] { return Append && work.split == work.splits - 1; };
         const auto query_source = [&](int row) -> const void* {
             return static_cast<const std::uint8_t*>(p.query) +
                    output_row(p, work.sequence, work.column / p.tiles, row) * C::kD *
@@ -58,7 +55,7 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
         std::uint32_t query[C::kMmas][2];
         const auto load_my_query = [&] {
             const int row = work.column % p.tiles * kTileRows + lane / 4;
-            if (!Append && work.sequence >= 0 && p.rotate_order == 0)
+            if (work.sequence >= 0 && p.rotate_order == 0)
                 load_query<C>(query_source(row), p.dtype, row < rows, query, lane);
         };
 
@@ -74,8 +71,8 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
                 issue_stage<C, true>(p, work, ring, stage_of(issued), 0, ids,
                                      issued % PageIds<C>::kBatch * C::kBlocks, work.column / p.tiles, lane);
             pdl_wait();
-            if constexpr (!Append) pdl_trigger();
-            while (!appends() && issued < stages) issue_next(issued);  // as looked up before: what follows only confirms it
+            pdl_trigger();
+            while (issued < stages) issue_next(issued);  // as looked up before: what follows only confirms it
             load_my_query();
             const int ids_now = PageIds<C>::load(p, work, 0, warp, warps, lane);
             const bool same = p.batch == 1 && load_length(p, 0) == work.length;
@@ -93,22 +90,15 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
             load_my_query();
         }
         if (work.sequence < 0) return;
-        while (!appends() && issued < stages) issue_next(issued);
+        while (issued < stages) issue_next(issued);
         int ids_next = PageIds<C>::load(p, work, 1, warp, warps, lane);
         const int tile = work.column % p.tiles;
 
         float query_sum[C::kKeyGroups][2];
         {
             float sums[C::kKeyGroups];
-            if constexpr (Append) {
-                begin_row<C>(p, work, appends(), rotated, warp, warps, lane);
-                __syncthreads();
-                // Not earlier: a kernel that starts now may read this token before it waits.
-                if (item_index(k + 1) >= work.items) pdl_trigger();
-                while (issued < stages) issue_next(issued);
-            }
-            if (Append || p.rotate_order != 0) {
-                if constexpr (!Append && (C::kD & (C::kD - 1)) == 0) {
+            if (p.rotate_order != 0) {
+                if constexpr ((C::kD & (C::kD - 1)) == 0) {
                     constexpr int kPer = C::kD / 32;
                     for (int r = warp; r < kTileRows; r += warps) {
                         float x[kPer];
@@ -123,14 +113,14 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
                                 pack_pair<C::kBf16>(x[i], x[i + 1]);
                     }
                 }
-                if constexpr (!Append) __syncthreads();
+                __syncthreads();
 #pragma unroll
                 for (int i = 0; i < C::kMmas; ++i) {
                     const uint2 two = *reinterpret_cast<const uint2*>(rotated + lane / 4 * C::kD + 16 * i + 4 * (lane % 4));
                     query[i][0] = two.x, query[i][1] = two.y;
                 }
             }
-            finish_query<C>(query, !Append && p.rotate_order == 0 && p.dtype == DType::kBFloat16, sums);
+            finish_query<C>(query, p.rotate_order == 0 && p.dtype == DType::kBFloat16, sums);
             if constexpr (C::kKeyBits != 16) {
 #pragma unroll
                 for (int g = 0; g < C::kKeyGroups; ++g) {

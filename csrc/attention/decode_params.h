@@ -4,7 +4,6 @@
 #include <cstdint>
 
 #include "device/dtype.h"
-#include "kv_cache/rope_kv_append.h"
 
 namespace quarot {
 
@@ -31,7 +30,6 @@ struct DecodeParams {
     int rotate_order, rotate_pow2;  // R3 on the queries, 0 = none
     int ring_stages;                // of every warp's private ring
     float scale_log2;               // score scale * log2(e)
-    RopeAppendParams append;        // qkv not null: queries come from it, and the keys and values in it are stored first
 };
 
 }  // namespace quarot

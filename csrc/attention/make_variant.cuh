@@ -9,11 +9,11 @@ namespace quarot {
 // Blocks of a stage: 64 tokens, or fewer where that would make a stage larger than 9 KB.
 constexpr int stage_blocks(int block_bytes) { return block_bytes <= 2560 ? 4 : block_bytes <= 4608 ? 2 : 1; }
 
-template <int D, int KeyBits, int ValueBits, int KeyGroup = D, int ValueGroup = D, bool Bf16 = false, bool Append = false>
+template <int D, int KeyBits, int ValueBits, int KeyGroup = D, int ValueGroup = D, bool Bf16 = false>
 DecodeVariant make_variant() {
     constexpr KVFormat kFormat{D, KeyBits, ValueBits, KeyGroup, ValueGroup};
     using Config = DecodeConfig<D, KeyBits, ValueBits, KeyGroup, ValueGroup, stage_blocks(kFormat.block_bytes()), Bf16>;
-    return {kFormat, Bf16, decode_kernel<Config, Append>, Config::kStageBytes, Config::kBlocks};
+    return {kFormat, Bf16, decode_kernel<Config>, Config::kStageBytes, Config::kBlocks};
 }
 
 }  // namespace quarot

@@ -26,7 +26,6 @@ DecodeVariants head128_int4_variants();
 DecodeVariants head128_other_variants();
 DecodeVariants head64_variants();
 DecodeVariants other_head_variants();
-DecodeVariants append_variants();  // with DecodeParams::append
 
 cudaError_t launch_generic_decode(const KVFormat& format, int grid, const DecodeParams& params, cudaStream_t stream);
 

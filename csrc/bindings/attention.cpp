@@ -11,36 +11,17 @@ namespace {
 template <typename T = void>
 T* pointer(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
 
-// What rope_kv_append would get, for the kernels that do its work themselves; qkv 0: nothing.
-struct Append {
-    std::uintptr_t qkv = 0, cos = 0, sin = 0, query_norm = 0, key_norm = 0, slots = 0;
-    std::int64_t qkv_stride = 0;
-    int rotary_dim = 0, table_rows = 0;
-    float key_clip = 0, value_clip = 0, eps = 0;
-    int rotate = 0;
-};
-
 }  // namespace
 
 void bind_attention(pybind11::module_& m) {
     namespace py = pybind11;
-    py::class_<Append>(m, "Append")
-        .def(py::init([](std::uintptr_t qkv, std::uintptr_t cos, std::uintptr_t sin, std::uintptr_t query_norm,
-                         std::uintptr_t key_norm, std::uintptr_t slots, std::int64_t qkv_stride, int rotary_dim,
-                         int table_rows, float key_clip, float value_clip, float eps, int rotate) {
-                 return Append{qkv, cos, sin, query_norm, key_norm, slots, qkv_stride, rotary_dim, table_rows,
-                               key_clip, value_clip, eps, rotate};
-             }),
-             py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("query_norm"), py::arg("key_norm"),
-             py::arg("slots"), py::arg("qkv_stride"), py::arg("rotary_dim"), py::arg("table_rows"),
-             py::arg("key_clip"), py::arg("value_clip"), py::arg("eps"), py::arg("rotate"));
     m.def(
         "decode_plan",
         [](int head_dim, int key_bits, int value_bits, int key_group, int value_group, int dtype, int batch, int tokens,
            int query_heads, int kv_heads, int max_tokens, int warps, int ring_stages, int ctas_per_sm, int max_splits,
-           bool generic, int mixed_percent, bool append) {
+           bool generic, int mixed_percent) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
-                                    static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads, max_tokens, append};
+                                    static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads, max_tokens};
             const DecodePlan plan = decode_plan(shape, {warps, ring_stages, ctas_per_sm, max_splits, generic, mixed_percent});
             return py::make_tuple(plan.tiles, plan.max_splits, plan.cta_slots, plan.grid, plan.warps, plan.ring_stages,
                                   plan.mixed_percent, plan.items);
@@ -48,16 +29,7 @@ void bind_attention(pybind11::module_& m) {
         py::arg("head_dim"), py::arg("key_bits"), py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"),
         py::arg("dtype"), py::arg("batch"), py::arg("tokens"), py::arg("query_heads"), py::arg("kv_heads"),
         py::arg("max_tokens"), py::arg("warps") = 0, py::arg("ring_stages") = 0, py::arg("ctas_per_sm") = 0,
-        py::arg("max_splits") = 0, py::arg("generic") = false, py::arg("mixed_percent") = 0, py::arg("append") = false);
-    m.def(
-        "decode_append_serves",
-        [](int head_dim, int key_bits, int value_bits, int key_group, int value_group, int query_heads, int kv_heads,
-           int rotary_dim) {
-            return decode_append_serves({head_dim, key_bits, value_bits, key_group, value_group}, query_heads, kv_heads,
-                                        rotary_dim);
-        },
-        py::arg("head_dim"), py::arg("key_bits"), py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"),
-        py::arg("query_heads"), py::arg("kv_heads"), py::arg("rotary_dim"));
+        py::arg("max_splits") = 0, py::arg("generic") = false, py::arg("mixed_percent") = 0);
     m.def(
         "decode_attention",
         [](std::uintptr_t query, std::uintptr_t pool, std::uintptr_t page_table, std::uintptr_t lengths,
@@ -66,10 +38,10 @@ void bind_attention(pybind11::module_& m) {
            int value_group, int dtype, int batch, int tokens, int query_heads, int kv_heads, int num_pages,
            int max_pages, int page_blocks, int window, int rotate_order, int rotate_pow2, double scale, int tiles,
            int max_splits, int cta_slots, int grid, int warps, int ring_stages, int mixed_percent, int items,
-           std::uintptr_t stream, const Append& append) {
+           std::uintptr_t stream) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                     static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads,
-                                    max_pages * page_blocks * kBlockTokens, append.qkv != 0};
+                                    max_pages * page_blocks * kBlockTokens};
             const DecodePlan plan{tiles, max_splits, cta_slots, grid, warps, ring_stages, mixed_percent, items};
             DecodeParams p{};
             p.query = pointer(query), p.pool = pointer<std::uint8_t>(pool), p.page_table = pointer<int>(page_table);
@@ -81,12 +53,6 @@ void bind_attention(pybind11::module_& m) {
             p.num_pages = num_pages, p.max_pages = max_pages, p.page_blocks = page_blocks, p.window = window;
             p.rotate_order = rotate_order, p.rotate_pow2 = rotate_pow2;
             p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
-            if (append.qkv != 0)
-                p.append = {pointer<std::uint8_t>(pool), pointer(append.qkv), pointer(append.cos), pointer(append.sin),
-                            pointer(append.query_norm), pointer(append.key_norm), nullptr,
-                            pointer<std::int64_t>(append.slots), append.qkv_stride, shape.format, shape.dtype, batch,
-                            query_heads, kv_heads, num_pages, page_blocks, append.rotary_dim, append.table_rows,
-                            append.key_clip, append.value_clip, append.eps, append.rotate, false};
             const cudaError_t status = decode_attention(shape, plan, p, pointer<CUstream_st>(stream));
             if (status == cudaSuccess) return;
             throw std::runtime_error(std::string("decode_attention: ") + cudaGetErrorString(status) +
@@ -103,7 +69,7 @@ void bind_attention(pybind11::module_& m) {
         py::arg("max_pages"), py::arg("page_blocks"), py::arg("window"), py::arg("rotate_order"),
         py::arg("rotate_pow2"), py::arg("scale"), py::arg("tiles"), py::arg("max_splits"), py::arg("cta_slots"),
         py::arg("grid"), py::arg("warps"), py::arg("ring_stages"), py::arg("mixed_percent"), py::arg("items"),
-        py::arg("stream"), py::arg("append") = Append{});
+        py::arg("stream"));
 }
 
 }  // namespace quarot

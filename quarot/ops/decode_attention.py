@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,13 +133,8 @@ def launch(
     rotate_order: int,
     rotate_pow2: int,
     tuning: tuple[int, int, int, int, bool, int] = (0, 0, 0, 0, False, 0),
-    append: Any = None,
 ) -> tuple[Tensor, Tensor]:
-    """Launch csrc/attention.
-
-    ``tuning``: see DecodeTuning there (0: as planned). ``append``: a ``quarot._C.Append``; the kernel then makes the
-    queries itself, and ``query`` gives no more than their shape and dtype.
-    """
+    """Launch csrc/attention. ``tuning``: see DecodeTuning there (0: as planned)."""
     layout = KVLayout(query.shape[-1], key_bits, value_bits, key_group, value_group)
     layout.check_pool(pool)
     check_query(query, pool, page_table, lengths)
@@ -154,7 +148,7 @@ def launch(
     form = (head_dim, key_bits, value_bits, layout.key_group, layout.value_group)
     kv_heads, page_blocks, max_pages = pool.shape[1], pool.shape[2], page_table.shape[1]
     shape = (DTYPE_CODES[query.dtype], batch, tokens, heads, kv_heads, max_pages * page_blocks * BLOCK_TOKENS)
-    plan = _plan(pool.device.index, *form, *shape, *tuning, append is not None)
+    plan = _plan(pool.device.index, *form, *shape, *tuning)
     _, max_splits, _, _, _, ring_stages, _, items = plan
     signs = 0
     if rotate and rotate_order > 1:
@@ -163,9 +157,7 @@ def launch(
             rotate_order = rotate_pow2 = 0
         else:
             signs = order_signs(rotate_order, query.device).data_ptr()
-    query = query.contiguous() if append is None else query
-    page_table, lengths = page_table.contiguous(), lengths.contiguous()
-    more = () if append is None else (append,)
+    query, page_table, lengths = query.contiguous(), page_table.contiguous(), lengths.contiguous()
     with torch.cuda.device(pool.device):
         stream = registry.stream(pool)
         partial = counters = None
@@ -194,7 +186,6 @@ def launch(
             scale,
             *plan,
             stream,
-            *more,
         )
     return out, lse
 

@@ -52,20 +52,6 @@ def _check(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, num_q_heads: int
     return head_dim
 
 
-def check(qkv: Tensor, cos: Tensor, sin: Tensor, pool: Tensor, slots: Tensor, num_q_heads: int) -> int:
-    """head_dim; ValueError unless shapes, kind of slots and devices fit together."""
-    head_dim = _check(qkv, cos, sin, pool, num_q_heads)
-    if slots.dtype != torch.int64 or slots.shape != qkv.shape[:1]:
-        raise ValueError(
-            f"rope_kv_append: slots must be int64 [{qkv.shape[0]}], got {slots.dtype} {tuple(slots.shape)}"
-        )
-    if len({t.device for t in (qkv, cos, sin, pool, slots)}) > 1:
-        raise ValueError(
-            f"rope_kv_append: qkv on {qkv.device}, cos {cos.device}, pool {pool.device}, slots {slots.device}"
-        )
-    return head_dim
-
-
 def _reference(
     qkv: Tensor,
     cos: Tensor,
@@ -131,12 +117,20 @@ def launch(
     one_each: bool = False,
 ) -> Tensor:
     """Launches csrc/kv_cache/rope_kv_append.cu."""
-    head_dim = check(qkv, cos, sin, pool, slots, num_q_heads)
+    head_dim = _check(qkv, cos, sin, pool, num_q_heads)
     layout = KVLayout(head_dim, key_bits, value_bits, key_group, value_group)
     layout.check_pool(pool)
     rotate = check_rotation(rotate_order, rotate_pow2, head_dim)
     form = (head_dim, key_bits, value_bits, layout.key_group, layout.value_group)
     extension = registry.extension()
+    if slots.dtype != torch.int64 or slots.shape != qkv.shape[:1]:
+        raise ValueError(
+            f"rope_kv_append: slots must be int64 [{qkv.shape[0]}], got {slots.dtype} {tuple(slots.shape)}"
+        )
+    if len({t.device for t in (qkv, cos, sin, pool, slots)}) > 1:
+        raise ValueError(
+            f"rope_kv_append: qkv on {qkv.device}, cos {cos.device}, pool {pool.device}, slots {slots.device}"
+        )
     query = qkv.new_empty(qkv.shape[0], num_q_heads, head_dim)
     if qkv.shape[0] == 0:
         return query

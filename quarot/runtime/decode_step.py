@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,16 +14,11 @@ from quarot.nn.page_table import Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.decode_attention import decode_attention
 from quarot.ops.kv_append import kv_append
-from quarot.ops.rope_decode_attention import rope_decode_attention
-from quarot.ops.rope_decode_attention import serves as one_kernel_serves
 from quarot.ops.rope_kv_append import rope_kv_append, serves
 
 if TYPE_CHECKING:
     from quarot.runtime.fused_decoder import FusedDecoder
     from quarot.runtime.fused_layer import FusedLayer
-
-_ONE_KERNEL = os.environ.get("QUAROT_ONE_KERNEL_ATTENTION", "0") != "0"
-"""Whether the kernel that attends also stores the new token, where it can."""
 
 
 class DecodeStep:
@@ -96,12 +90,6 @@ class DecodeStep:
             clip, rotate = kv_format.clip, kv_format.rotate
             gains, eps = layer.norm_arguments()
             where = layer.positions(cos, sin)
-            everything = (
-                *(qkv, *where, pages.pool, step.slots, table, step.lengths, layer.heads, *codes, clip, clip, *rotate),
-                *(*gains, eps, layer.scaling, layer.window),
-            )
-            if _ONE_KERNEL and one_kernel_serves(*everything):
-                return rope_decode_attention(*everything)
             if serves(qkv, where[0], layer.head_dim, *codes, *rotate):
                 query = rope_kv_append(
                     qkv, *where, pages.pool, step.slots, layer.heads, *codes, clip, clip, *rotate, *gains, eps, True
