@@ -149,3 +149,14 @@ def test_rows_with_options_of_their_own_are_not_averaged(tmp_path):
     text = report.accuracy_table(tmp_path)
     assert "| main | rtn | 90 | 1 |  | 147 |  | aaaaaaa |  |" in text
     assert "| aaaaaaa | a_clip=0.8 |" in text
+
+
+def test_the_readme_leaves_out_agreement_and_a_few_windows(tmp_path):
+    row = {"setting": "rtn", "seed": 0, "ppl": 90.0, "commit": "aaaaaaa"}
+    kinds = (("main", 147), ("main", 5), ("agreement", 147))
+    report.append(
+        [{**row, "table": name, "windows": windows} for name, windows in kinds], tmp_path / "accuracy-smollm2.json"
+    )
+    assert report.accuracy_table(tmp_path).count("| rtn |") == 3
+    brief = report.accuracy_table(tmp_path, brief=True)
+    assert brief.count("| rtn |") == 1 and "| main | rtn | 90 | 1 |  | 147 |" in brief
