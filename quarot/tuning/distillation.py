@@ -42,8 +42,7 @@ def _divergence(own: torch.Tensor, target: torch.Tensor, scaling: float) -> tupl
         except ImportError:
             pass
         else:
-            if own.shape[1] >= triton_divergence.BLOCK:
-                return triton_divergence.divergence_(own, target, scaling), own
+            return triton_divergence.divergence_(own, target, scaling), own
     student, teacher = (F.log_softmax(logits.float() / scaling, -1) for logits in (own, target))
     wanted = teacher.exp()
     return (wanted * (teacher - student)).sum(-1), (student.exp_() - wanted).to(own.dtype)

@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 4096
-"""Logits read at once, and the smallest vocabulary served: every lane needs a first logit of its own."""
+_BLOCK = 4096
 
 
 @triton.jit
@@ -51,13 +50,13 @@ def _divergence(student, teacher, losses, columns, factor, block: tl.constexpr):
 
 
 def divergence_(student: Tensor, teacher: Tensor, scaling: float) -> Tensor:
-    """KL(teacher || student) of every row of logits [R, V], V at least ``BLOCK``, divided by ``scaling``: fp32 [R].
+    """KL(teacher || student) of every row of logits [R, V] divided by ``scaling``: fp32 [R].
 
     ``student`` is overwritten by the difference of the probabilities, student minus teacher.
     """
     losses = torch.empty(student.shape[0], device=student.device)
     if student.numel():
         _divergence[(student.shape[0],)](
-            student, teacher, losses, student.shape[1], 1.0 / scaling, block=BLOCK, num_warps=8
+            student, teacher, losses, student.shape[1], 1.0 / scaling, block=_BLOCK, num_warps=8
         )
     return losses

@@ -96,7 +96,7 @@ def test_triton_rounds_the_cache_as_pytorch_does(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [4096, 49152, 128256])
+@pytest.mark.parametrize("vocabulary", [100, 4096, 49152, 128256])
 def test_the_fused_divergence_is_that_of_pytorch(vocabulary: int, dtype: torch.dtype) -> None:
     kernels = pytest.importorskip("quarot.tuning.triton_divergence")
     generator = torch.Generator("cuda").manual_seed(0)
