@@ -18,12 +18,8 @@ PAGE = 64
 
 def rows(options: Options) -> Iterator[Row]:
     """One row a kv geometry and number of tokens."""
-    done = set()
-    for shape in options.shapes():
+    for shape in options.cache_shapes():
         heads, dim = shape.kv_heads, shape.head_dim
-        if (heads, dim) in done:
-            continue
-        done.add((heads, dim))
         layout, rest = KVLayout(dim), (4, 4, 128, 128, 0.95, 0.95, 1, dim)
         for tokens in options.tokens:
             nbytes = tokens * (heads * (4 * dim + layout.bytes_per_token) + 8)

@@ -42,3 +42,10 @@ class Options:
     def shapes(self) -> Iterator[Shape]:
         """The shapes of the chosen models."""
         return (SHAPES[name] for name in self.models)
+
+    def cache_shapes(self) -> Iterator[Shape]:
+        """Those of them whose caches differ: the first of every (kv heads, head_dim)."""
+        found: dict[tuple[int, int], Shape] = {}
+        for shape in self.shapes():
+            found.setdefault((shape.kv_heads, shape.head_dim), shape)
+        return iter(found.values())

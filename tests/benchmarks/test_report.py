@@ -160,3 +160,10 @@ def test_the_readme_leaves_out_agreement_and_a_few_windows(tmp_path):
     assert report.accuracy_table(tmp_path).count("| rtn |") == 3
     brief = report.accuracy_table(tmp_path, brief=True)
     assert brief.count("| rtn |") == 1 and "| main | rtn | 90 | 1 |  | 147 |" in brief
+
+
+def test_cache_shapes_are_told_once():
+    from benchmarks.shapes import Options
+
+    shapes = list(Options(("llama-2-7b", "llama-3-8b", "llama-2-7b"), (1,)).cache_shapes())
+    assert [shape.model for shape in shapes] == ["llama-2-7b", "llama-3-8b"]
