@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_settings import RUN_TIME, SETTINGS, weights_key
+from accuracy_settings import SETTINGS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quarot
 from quarot.evaluation import perplexity
-from quarot.integrations.transformers import attach
+from quarot.evaluation.sharing import retarget, weights_key
 from quarot.ops.registry import extension, forces_reference
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "accuracy-smollm2.json"
@@ -58,14 +58,26 @@ def arguments() -> argparse.Namespace:
     return options
 
 
+def fields_of(name: str, seed: int, options: argparse.Namespace) -> dict[str, Any] | None:
+    """What `quantize_model` is told at one setting, ``--set`` included; None: nothing is quantised."""
+    quantize = SETTINGS[name].quantize
+    if quantize is None:
+        return None
+    return {"seed": seed, "calibration_samples": options.samples, **quantize, **_overrides(options)}
+
+
+def key_of(name: str, seed: int, options: argparse.Namespace) -> str:
+    """Equal for runs that share quantised weights."""
+    return weights_key(SETTINGS[name].rotate, fields_of(name, seed, options), seed)
+
+
 def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any) -> Any:
     """The model at one setting."""
     setting = SETTINGS[name]
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).to(options.device)
     if setting.rotate is not None:
         quarot.rotate_model(model, seed=seed, progress=False, **setting.rotate)
-    if setting.quantize is not None:
-        fields = {"seed": seed, "calibration_samples": options.samples, **setting.quantize, **_overrides(options)}
+    if (fields := fields_of(name, seed, options)) is not None:
         text = Path(options.calibration)
         quarot.quantize_model(model, tokenizer=tokenizer, calibration=text, progress=False, **fields)
     return model
@@ -74,17 +86,6 @@ def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any)
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
     pairs = (entry.partition("=") for entry in options.set)
     return {name: json.loads(value) for name, _, value in pairs}
-
-
-def retargeted(model: Any, name: str) -> Any:
-    """A model of the same quantised weights with the activation and cache bits of another setting."""
-    fields = {key: value for key, value in (SETTINGS[name].quantize or {}).items() if key in RUN_TIME}
-    config = model.config.quantization_config.replace(**{"a_clip": None, **fields})  # None: as the bits want it
-    for module in model.modules():
-        if isinstance(module, quarot.QuantLinear):
-            module.a_bits, module.a_clip = config.a_bits, config.a_clip
-    attach(model, config)
-    return model
 
 
 def row_of(
@@ -151,8 +152,8 @@ def runs(options: argparse.Namespace) -> list[tuple[str, int]]:
     ]
     place: dict[str, int] = {}
     for index, run in enumerate(asked):
-        place.setdefault(weights_key(*run) or repr(run), index)
-    return sorted(asked, key=lambda run: place[weights_key(*run) or repr(run)])
+        place.setdefault(key_of(*run, options), index)
+    return sorted(asked, key=lambda run: place[key_of(*run, options)])
 
 
 def main() -> int:
@@ -172,10 +173,12 @@ def main() -> int:
         if time.time() - begin > options.seconds:
             print(f"stopped before {name} seed {seed}: {options.seconds:g} s are over")
             return 1
-        start, key = time.time(), weights_key(name, seed)
-        shared = key is not None and key == kept[0]
-        model = retargeted(kept[1], name) if shared else quantized(name, seed, options, tokenizer)
-        kept = (key, model)
+        start, key, fields = time.time(), key_of(name, seed, options), fields_of(name, seed, options)
+        if key != kept[0]:
+            kept = (key, quantized(name, seed, options, tokenizer))
+        elif fields is not None:
+            retarget(kept[1], fields)
+        model = kept[1]
         prepared = time.time() - start
         texts = [(options.text, options.windows)]
         texts += [(options.second_text, options.second_windows)] if options.second_text else []

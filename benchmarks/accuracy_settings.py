@@ -67,16 +67,3 @@ SETTINGS: dict[str, Setting] = {
     "k4v2": Setting("cache only", _DEFAULT, _bits(16, 16, 4, 2)),
     "k2v4": Setting("cache only", _DEFAULT, _bits(16, 16, 2, 4)),
 }
-
-RUN_TIME = ("a_bits", "a_clip", "k_bits", "v_bits")
-"""Fields that the paper's calibration does not see: settings that differ in these alone share their weights."""
-
-
-def weights_key(name: str, seed: int) -> str | None:
-    """Equal for runs that share quantised weights; None for those that share them with nobody."""
-    setting = SETTINGS[name]
-    fields = setting.quantize or {}
-    if fields.get("w_bits", 16) == 16 or "preset" in fields or "a_group_size" in fields:
-        return None
-    kept = sorted((key, value) for key, value in fields.items() if key not in RUN_TIME)
-    return repr((setting.rotate, seed, kept))
