@@ -30,8 +30,9 @@ def _listed(value: Any) -> Any:
     return [_listed(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def _default_kv_clip(key_bits: int, value_bits: int) -> float:
-    return 1.0 if min(key_bits, value_bits) >= 8 else 0.95
+def default_kv_clip(bits: int) -> float:
+    """The clip ratio of keys or values of so many bits: the paper's 0.95, and none from 8 bits on, which lose by it."""
+    return 1.0 if bits >= 8 else 0.95
 
 
 @dataclass(repr=False)
@@ -50,8 +51,8 @@ class QuarotConfig(QuantizationConfigMixin):
         a_group_size: inputs that share one activation scale; None = one per token (the paper).
         k_bits, v_bits: bits of cached keys and values: 2, 3, 4, 8, or 16 for none.
         kv_group_size: channels of a head that share one scale and offset; reduced to head_dim where that is smaller.
-        kv_clip: constant clip ratio of keys and values. Default: the paper's 0.95, and 1.0 where both have
-            8 bits or more (in a layer, with ``kv_bits_by_layer``).
+        k_clip, v_clip: constant clip ratios of keys and of values. Default: the paper's 0.95, and 1.0 at 8 bits or more
+            (in each layer, with ``kv_bits_by_layer``).
         gptq_damping: fraction of the mean Hessian diagonal added to it; grows tenfold until the factorisation succeeds.
         gptq_act_order: quantise input columns by falling Hessian diagonal.
         gptq_block_size: columns between two lazy updates.
@@ -97,6 +98,7 @@ class QuarotConfig(QuantizationConfigMixin):
             too few of them, by module name.
         lm_head_bits: 8 or 4 also rounds ``lm_head`` to nearest, one scale per output, its input to 8 bits per token;
             16 leaves it to ``ignore`` (the paper: full precision).
+        kv_clip: ``k_clip`` and ``v_clip`` at once, in whose favour it is None afterwards.
     """
 
     quant_method: str = "quarot"  # type: ignore[assignment]
@@ -112,7 +114,8 @@ class QuarotConfig(QuantizationConfigMixin):
     k_bits: int = 4
     v_bits: int = 4
     kv_group_size: int = 128
-    kv_clip: float = None  # type: ignore[assignment]  # chosen by the bits in __post_init__
+    k_clip: float = None  # type: ignore[assignment]  # chosen by the bits in __post_init__
+    v_clip: float = None  # type: ignore[assignment]
     gptq_damping: float = 0.01
     gptq_act_order: bool = False
     gptq_block_size: int = 128
@@ -142,6 +145,7 @@ class QuarotConfig(QuantizationConfigMixin):
     kv_bits_budget: float | None = None
     kv_bits_choices: list[int] = field(default_factory=lambda: [2, 3, 4, 8])
     kv_bits_by_layer: list[list[int]] = field(default_factory=list)
+    kv_clip: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ignore", [self.ignore] if isinstance(self.ignore, str) else self.ignore)
@@ -159,8 +163,10 @@ class QuarotConfig(QuantizationConfigMixin):
         self._one_of("lm_head_bits", _HEAD_BITS)
         for name, value in self._default_clips().items():
             if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        for name in ("a_clip", "kv_clip"):
+                both = None if name == "a_clip" else self.kv_clip
+                object.__setattr__(self, name, value if both is None else both)
+        object.__setattr__(self, "kv_clip", None)
+        for name in ("a_clip", "k_clip", "v_clip"):
             self._in_range(name, 0.0, 1.0)
         self._in_range("gptq_damping", 0.0, 1.0)
         for name in ("w_group_size", "a_group_size"):
@@ -254,7 +260,8 @@ class QuarotConfig(QuantizationConfigMixin):
             raise ValueError(f"{pattern!r} is not a regular expression: {error}") from None
 
     def _default_clips(self) -> dict[str, float]:
-        return {"a_clip": 1.0 if self.a_bits == 8 else 0.9, "kv_clip": _default_kv_clip(self.k_bits, self.v_bits)}
+        cache = {"k_clip": default_kv_clip(self.k_bits), "v_clip": default_kv_clip(self.v_bits)}
+        return {"a_clip": 1.0 if self.a_bits == 8 else 0.9, **cache}
 
     def replace(self, **changes: Any) -> QuarotConfig:
         """A copy with some fields changed, validated again; clip ratios left at their default follow the bits."""
@@ -263,6 +270,8 @@ class QuarotConfig(QuantizationConfigMixin):
             known = sorted(field.name for field in dataclasses.fields(self))
             raise ValueError(f"QuarotConfig has no {', '.join(unknown)}; its fields are {', '.join(known)}")
         unset = {name: None for name, value in self._default_clips().items() if getattr(self, name) == value}
+        if changes.get("kv_clip") is not None:
+            unset |= dict.fromkeys(("k_clip", "v_clip"))
         return dataclasses.replace(self, **{**unset, **changes})
 
     @property
@@ -275,15 +284,15 @@ class QuarotConfig(QuantizationConfigMixin):
         """Whether keys or values of any layer are quantised."""
         return min(self.k_bits, self.v_bits) < 16 or bool(self.kv_bits_by_layer) or self.kv_bits_budget is not None
 
-    def cache_of_layer(self, layer: int | None) -> tuple[int, int, float]:
-        """Key bits, value bits and clip ratio of a decoder layer's cache; None: of ``k_bits`` and ``v_bits``.
+    def cache_of_layer(self, layer: int | None) -> tuple[int, int, float, float]:
+        """Bits of a decoder layer's cached keys and values, then their clip ratios; None: of ``k_bits``, ``v_bits``.
 
         A clip ratio left at its default follows the bits of the layer.
         """
-        bits = (self.k_bits, self.v_bits)
-        own = tuple(self.kv_bits_by_layer[layer]) if layer is not None and self.kv_bits_by_layer else bits
-        clip = _default_kv_clip(*own) if self.kv_clip == _default_kv_clip(*bits) else self.kv_clip
-        return *own, clip  # type: ignore[return-value]
+        if layer is None or not self.kv_bits_by_layer:
+            return self.k_bits, self.v_bits, self.k_clip, self.v_clip
+        own = self.replace(**dict(zip(("k_bits", "v_bits"), self.kv_bits_by_layer[layer], strict=True)))
+        return own.k_bits, own.v_bits, own.k_clip, own.v_clip
 
     def ignores(self, module_name: str) -> bool:
         """Whether the linear module of this name stays in the model's dtype.
@@ -322,7 +331,7 @@ class QuarotConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """JSON form; what ``config.json`` stores under ``quantization_config``."""
-        return dataclasses.asdict(self)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "kv_clip"}
 
     def to_diff_dict(self) -> dict[str, Any]:
         """All fields: a checkpoint states its settings in full, whatever later defaults are."""

@@ -149,7 +149,7 @@ def filled_packed_cache(model: Any, batch: int, context: int, room: int = 64) ->
         kv_format, codes = layer.format, arguments(layer.layout)
         for index in range(batch):
             slots = places + index * table.pages_per_row * table.page_size
-            kv_append(layer.pool, row[0], row[1], slots, *codes, kv_format.clip, kv_format.clip, *kv_format.rotate)
+            kv_append(layer.pool, row[0], row[1], slots, *codes, *kv_format.clips, *kv_format.rotate)
     return cache
 
 

@@ -75,5 +75,5 @@ class _HalfKVFormat(KVFormat):
         return x if self.rotation is None or self.key_bits == 16 else half_hadamard_transform(x, self.rotation)
 
     def simulate(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        plain = KVFormat(self.key_bits, self.value_bits, self.group, self.clip)
+        plain = KVFormat(self.key_bits, self.value_bits, self.group, *self.clips)
         return plain.simulate(self.rotate_heads(key), value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from quarot.config import QuarotConfig
 
-RUN_TIME = ("a_bits", "a_clip", "a_group_size", "k_bits", "v_bits", "kv_group_size", "kv_clip")
+RUN_TIME = ("a_bits", "a_clip", "a_group_size", "k_bits", "v_bits", "kv_group_size", "k_clip", "v_clip", "kv_clip")
 """Fields that plain GPTQ and rounding do not see: activations and the cache are in full precision meanwhile."""
 
 _SEES_ACTIVATIONS = (

@@ -11,6 +11,7 @@ from torch import Tensor
 import quarot.ops.hadamard
 import quarot.ops.kv_append
 import quarot.ops.kv_gather
+from quarot.config import default_kv_clip
 from quarot.field_types import check_types
 from quarot.ops.kv_append import quantize_groups, rotate_heads
 from quarot.ops.kv_layout import SUPPORTED_BITS, KVLayout, Side
@@ -46,14 +47,16 @@ class KVFormat:
     Attributes:
         key_bits, value_bits: 2, 3, 4, 8, or 16 for the model's own 16-bit floats.
         group: channels that share one scale and offset; cut down to a divisor of head_dim.
-        clip: constant clip ratio of the range of a group (the paper: 0.95).
+        key_clip, value_clip: constant clip ratio of the range of a group; None: the default of so many bits (the paper:
+            0.95).
         rotation: R3, applied per head to keys (and to queries, so that it cancels in their product); None for none.
     """
 
     key_bits: int = 4
     value_bits: int = 4
     group: int = 128
-    clip: float = 0.95
+    key_clip: float = None  # type: ignore[assignment]  # chosen by the bits in __post_init__
+    value_clip: float = None  # type: ignore[assignment]
     rotation: HadamardSpec | None = None
 
     def __post_init__(self) -> None:
@@ -61,8 +64,13 @@ class KVFormat:
         for name in ("key_bits", "value_bits"):
             if getattr(self, name) not in SUPPORTED_BITS:
                 raise ValueError(f"KV cache: {name}={getattr(self, name)} is not one of {SUPPORTED_BITS}")
-        if self.group < 1 or not 0 < self.clip <= 1:
-            raise ValueError(f"KV cache: group={self.group} must be positive and clip={self.clip} in (0, 1]")
+        if self.group < 1:
+            raise ValueError(f"KV cache: group={self.group} must be positive")
+        for name, bits in (("key_clip", self.key_bits), ("value_clip", self.value_bits)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default_kv_clip(bits))
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"KV cache: {name}={getattr(self, name)} must be above 0 and at most 1")
 
     @classmethod
     def from_config(cls, config: QuarotConfig, layer: int | None = None) -> KVFormat:
@@ -73,8 +81,8 @@ class KVFormat:
         from quarot.rotation.plan import RotationPlan
 
         rotation = None if config.rotation is None else RotationPlan.from_dict(config.rotation).r3
-        key_bits, value_bits, clip = config.cache_of_layer(layer)
-        return cls(key_bits, value_bits, config.kv_group_size, clip, rotation)
+        key_bits, value_bits, key_clip, value_clip = config.cache_of_layer(layer)
+        return cls(key_bits, value_bits, config.kv_group_size, key_clip, value_clip, rotation)
 
     @classmethod
     def of_model(cls, config: PretrainedConfig, layer: int | None = None) -> KVFormat | None:
@@ -90,6 +98,11 @@ class KVFormat:
     def quantizes(self) -> bool:
         """Whether anything is stored in fewer than 16 bits."""
         return min(self.key_bits, self.value_bits) < 16
+
+    @property
+    def clips(self) -> tuple[float, float]:
+        """Clip ratios of keys and of values."""
+        return self.key_clip, self.value_clip
 
     @property
     def rotate(self) -> tuple[int, int]:
@@ -112,7 +125,7 @@ class KVFormat:
 
     def append(self, pool: Tensor, key: Tensor, value: Tensor, slots: Tensor, layout: KVLayout) -> None:
         """Rotate, quantise and store tokens: key, value [T, kv_heads, head_dim], slots int64 [T] (-1: skip)."""
-        quarot.ops.kv_append.kv_append(pool, key, value, slots, *arguments(layout), self.clip, self.clip, *self.rotate)
+        quarot.ops.kv_append.kv_append(pool, key, value, slots, *arguments(layout), *self.clips, *self.rotate)
 
     def gather(self, pool: Tensor, slots: Tensor, layout: KVLayout, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Stored tokens, dequantised to ``dtype`` [T, kv_heads, head_dim]; keys stay rotated."""
@@ -143,7 +156,8 @@ class KVFormat:
                 wide.to(x.dtype) if x.dtype in (torch.float16, torch.bfloat16) else wide.clamp(-65504, 65504).half()
             )
             return stored.to(x.dtype)
-        codes, params = quantize_groups(wide, layout.bits(side), layout.group(side), self.clip)
+        clip = self.key_clip if side == "key" else self.value_clip
+        codes, params = quantize_groups(wide, layout.bits(side), layout.group(side), clip)
         scale, offset = params.float().unbind(-1)
         groups = codes.unflatten(-1, (layout.groups(side), -1)).float()
         return (groups * scale[..., None] + offset[..., None]).flatten(-2).to(x.dtype)

@@ -10,6 +10,7 @@ Notation: B rows, T new tokens, P tokens a page, D head_dim.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from quarot.config import default_kv_clip
 from quarot.nn.growing_buffer import GrowingBuffer, step_bytes
 from quarot.nn.kv_format import KVFormat, arguments, token_major
 from quarot.nn.page_table import GrowingTable, StaticTable, Step, new_positions, slots_of
@@ -267,7 +269,7 @@ class QuantKVCache(Cache):
         config: the model's configuration; its ``quantization_config`` gives bits, group, clip and R3 unless they are
             passed. Without one: the paper's 4 bits, groups of 128, clip 0.95, R3 where head_dim has a Hadamard matrix.
         model: instead of ``config``; also switches its attention implementation to "quarot".
-        key_bits, value_bits, group, clip: see :class:`quarot.nn.kv_format.KVFormat`.
+        key_bits, value_bits, group, key_clip, value_clip: see :class:`quarot.nn.kv_format.KVFormat`.
         rotate: False stores keys without R3.
         page_size: tokens a page, a multiple of 16.
         reserve: tokens a row will probably reach: allocated at once, so that the pools need not grow.
@@ -291,7 +293,8 @@ class QuantKVCache(Cache):
         key_bits: int | None = None,
         value_bits: int | None = None,
         group: int | None = None,
-        clip: float | None = None,
+        key_clip: float | None = None,
+        value_clip: float | None = None,
         rotate: bool | None = None,
         page_size: int = 64,
         reserve: int = 0,
@@ -319,8 +322,9 @@ class QuantKVCache(Cache):
             raise ValueError("QuantKVCache needs the model's configuration: QuantKVCache(model.config)")
         text_config = config.get_text_config(decoder=True)
         count = text_config.num_hidden_layers
-        passed = (key_bits, value_bits, group, clip, rotate)
-        formats = [_format(config, text_config, index, *passed) for index in range(count)]
+        passed: dict[str, Any] = {"key_bits": key_bits, "value_bits": value_bits, "group": group}
+        passed |= {"key_clip": key_clip, "value_clip": value_clip}
+        formats = [_format(config, text_config, index, rotate, passed) for index in range(count)]
         self.prefill_mode, self.page_size, self.offloads = prefill, page_size, offloading
         self.table: GrowingTable | StaticTable = (
             GrowingTable(page_size, reserve)
@@ -460,23 +464,23 @@ def _format(
     config: PretrainedConfig,
     text_config: PretrainedConfig,
     layer: int,
-    key_bits: int | None,
-    value_bits: int | None,
-    group: int | None,
-    clip: float | None,
     rotate: bool | None,
+    passed: dict[str, Any],
 ) -> KVFormat:
-    """A layer's format: the model's own (its quantization_config) or the paper's, with the passed fields on top."""
+    """A layer's format: the model's own (its quantization_config) or the paper's, with the passed fields on top.
+
+    Clip ratios at their default follow passed bits.
+    """
     from quarot.rotation.hadamard import hadamard_spec
 
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
     stored = KVFormat.of_model(config, layer)
     base = stored or KVFormat(rotation=hadamard_spec(head_dim))
     rotation = base.rotation if rotate is None else (base.rotation or hadamard_spec(head_dim)) if rotate else None
-    return KVFormat(
-        base.key_bits if key_bits is None else key_bits,
-        base.value_bits if value_bits is None else value_bits,
-        base.group if group is None else group,
-        base.clip if clip is None else clip,
-        rotation,
-    )
+    changes = {name: value for name, value in passed.items() if value is not None}
+    unset = {
+        f"{side}_clip": None
+        for side, clip in (("key", base.key_clip), ("value", base.value_clip))
+        if clip == default_kv_clip(getattr(base, f"{side}_bits"))
+    }
+    return dataclasses.replace(base, rotation=rotation, **{**unset, **changes})

@@ -58,8 +58,7 @@ def cache_divergences(model: Any, config: QuarotConfig, windows: torch.Tensor, p
     for index, (_, layer) in enumerate(decoder_layers(model)):
         for side in ("k_bits", "v_bits"):
             for bits in config.kv_bits_choices:
-                other = {"k_bits": 16, "v_bits": 16, side: bits, "kv_clip": config.kv_clip}
-                kv_format = KVFormat.from_config(base.replace(**other))
+                kv_format = KVFormat.from_config(base.replace(**{"k_bits": 16, "v_bits": 16, side: bits}))
                 trials.append((index, functools.partial(rounded_cache, layer.get_submodule(attention), kv_format)))
     with _attention_that_rounds(model):
         return divergences(model, trials, windows, progress).view(-1, len(config.kv_bits_choices))

@@ -87,12 +87,12 @@ class DecodeStep:
             pages = self.cache.layers[layer.index]
             kv_format, codes = pages.format, arguments(pages.layout)
             pages.make_room(step)
-            clip, rotate = kv_format.clip, kv_format.rotate
+            clips, rotate = kv_format.clips, kv_format.rotate
             gains, eps = layer.norm_arguments()
             where = layer.positions(cos, sin)
             if serves(qkv, where[0], layer.head_dim, *codes, *rotate):
                 query = rope_kv_append(
-                    qkv, *where, pages.pool, step.slots, layer.heads, *codes, clip, clip, *rotate, *gains, eps, True
+                    qkv, *where, pages.pool, step.slots, layer.heads, *codes, *clips, *rotate, *gains, eps, True
                 )
                 rotate = (0, 0)  # the queries come back rotated by R3 already
             else:
@@ -100,7 +100,7 @@ class DecodeStep:
                 query, key, value = qkv.unflatten(1, (-1, layer.head_dim)).split(
                     [layer.heads, layer.kv_heads, layer.kv_heads], dim=1
                 )
-                kv_append(pages.pool, key, value, step.slots, *codes, clip, clip, *rotate)
+                kv_append(pages.pool, key, value, step.slots, *codes, *clips, *rotate)
             how = (*codes, layer.scaling, layer.window, *rotate)
             out, _ = decode_attention(query.unsqueeze(1).contiguous(), pages.pool, table, step.lengths, *how)
             return out.view(qkv.shape[0], -1)

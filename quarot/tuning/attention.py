@@ -34,8 +34,8 @@ def tuning_attention(
     group = dividing_group(key.shape[-1], cache.group)
     if cache.rotate[1]:
         query, key = transform(query, cache.rotation), transform(key, cache.rotation)
-    key = quantize_cache(key, cache.key_bits, cache.clip, group)
-    value = quantize_cache(value, cache.value_bits, cache.clip, group)
+    key = quantize_cache(key, cache.key_bits, cache.key_clip, group)
+    value = quantize_cache(value, cache.value_bits, cache.value_clip, group)
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 
 
@@ -55,10 +55,10 @@ def quantized_attention(model: Any, config: QuarotConfig) -> Iterator[None]:
     """Let the model attend to keys and values as ``config`` quantises them, inside the ``with`` block."""
     AttentionInterface.register(NAME, tuning_attention)
     AttentionMaskInterface.register(NAME, tuning_mask)
-    record, cache = architecture_of(model), KVFormat.from_config(config)
+    record = architecture_of(model)
     attentions = [layer.get_submodule(record.attention) for _, layer in decoder_layers(model)]
     for attention in attentions:
-        attention.quarot_tuning_format = cache  # type: ignore[assignment]
+        attention.quarot_tuning_format = KVFormat.from_config(config)  # type: ignore[assignment]
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:

@@ -23,7 +23,7 @@ def test_groups_divide_the_head(head_dim, group, expected):
 @pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 4), (8, 3), (2, 8)])
 def test_rounding_error_is_half_a_step(head_dim, group, key_bits, value_bits):
-    kv_format = KVFormat(key_bits, value_bits, group, 1.0, hadamard_spec(head_dim))
+    kv_format = KVFormat(key_bits, value_bits, group, 1.0, 1.0, hadamard_spec(head_dim))
     key, value = torch.randn(2, 2, 3, 9, head_dim)
     got_key, got_value = kv_format.simulate(key, value)
     width = dividing_group(head_dim, group)
@@ -38,7 +38,7 @@ def test_rounding_error_is_half_a_step(head_dim, group, key_bits, value_bits):
 @pytest.mark.parametrize("head_dim", [64, 80, 192])
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(4, 4), (3, 2), (8, 16), (16, 8)])
 def test_simulation_is_what_pages_give_back(dtype, head_dim, key_bits, value_bits):
-    kv_format = KVFormat(key_bits, value_bits, 32, 0.95, hadamard_spec(head_dim))
+    kv_format = KVFormat(key_bits, value_bits, 32, 0.95, 0.95, hadamard_spec(head_dim))
     key, value = torch.randn(2, 2, 3, 21, head_dim).to(dtype)
     for fast, paged in zip(kv_format.simulate(key, value), kv_format._through_pages(key, value), strict=True):
         assert fast.dtype == dtype
@@ -47,7 +47,7 @@ def test_simulation_is_what_pages_give_back(dtype, head_dim, key_bits, value_bit
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_rotation_of_keys_cancels_against_that_of_queries(head_dim):
-    kv_format = KVFormat(8, 8, 128, 1.0, hadamard_spec(head_dim))
+    kv_format = KVFormat(8, 8, 128, 1.0, 1.0, hadamard_spec(head_dim))
     query, key, value = torch.randn(3, 1, 2, 7, head_dim)
     stored, _ = kv_format.simulate(key, value)
     scores = kv_format.rotate_heads(query) @ stored.transpose(-1, -2)
@@ -67,29 +67,45 @@ def test_rotation_of_another_width_is_refused():
 
 def test_cache_takes_the_format_of_the_model_and_what_is_passed():
     config = LlamaConfig(num_attention_heads=2, head_dim=64, num_hidden_layers=1)
-    assert QuantKVCache(config).format == KVFormat(4, 4, 128, 0.95, HadamardSpec(64, 1, 64))
+    assert QuantKVCache(config).format == KVFormat(4, 4, 128, 0.95, 0.95, HadamardSpec(64, 1, 64))
     config.quantization_config = QuarotConfig(k_bits=8, v_bits=3, kv_group_size=32, kv_clip=0.9).to_dict()
-    assert QuantKVCache(config).format == KVFormat(8, 3, 32, 0.9, None)
-    changed = QuantKVCache(config, key_bits=2, group=64, rotate=True, clip=1.0).format
-    assert changed == KVFormat(2, 3, 64, 1.0, HadamardSpec(64, 1, 64))
+    assert QuantKVCache(config).format == KVFormat(8, 3, 32, 0.9, 0.9, None)
+    changed = QuantKVCache(config, key_bits=2, group=64, rotate=True, key_clip=0.8).format
+    assert changed == KVFormat(2, 3, 64, 0.8, 0.9, HadamardSpec(64, 1, 64))
 
 
 def test_a_clip_ratio_left_at_its_default_follows_the_bits_of_the_layer():
     pairs = [[8, 8], [4, 8], [16, 16], [2, 2]]
+    expected = [(1.0, 1.0), (0.95, 1.0), (1.0, 1.0), (0.95, 0.95)]
     mixed = QuarotConfig(kv_bits_by_layer=pairs)
-    assert [KVFormat.from_config(mixed, layer).clip for layer in range(4)] == [1.0, 0.95, 1.0, 0.95]
+    assert [KVFormat.from_config(mixed, layer).clips for layer in range(4)] == expected
     mixed = QuarotConfig(k_bits=8, v_bits=8, kv_bits_by_layer=pairs)
-    assert [KVFormat.from_config(mixed, layer).clip for layer in range(4)] == [1.0, 0.95, 1.0, 0.95]
-    assert KVFormat.from_config(mixed).clip == 1.0
-    given = QuarotConfig(kv_clip=0.9, kv_bits_by_layer=pairs)
-    assert {KVFormat.from_config(given, layer).clip for layer in range(4)} == {0.9}
+    assert [KVFormat.from_config(mixed, layer).clips for layer in range(4)] == expected
+    assert KVFormat.from_config(mixed).clips == (1.0, 1.0)
+    given = QuarotConfig(kv_clip=0.9, v_clip=0.8, kv_bits_by_layer=pairs)
+    assert {KVFormat.from_config(given, layer).clips for layer in range(4)} == {(0.9, 0.8)}
+    cache = QuantKVCache(LlamaConfig(num_hidden_layers=1), key_bits=8)
+    assert cache.format.clips == (1.0, 0.95)
+
+
+@pytest.mark.parametrize("bits", [(8, 4), (4, 8), (4, 4)])
+def test_keys_and_values_are_clipped_each_by_its_own_ratio(bits: tuple[int, int]) -> None:
+    """Twice through pages and once without: an outlier that one ratio cuts survives under the other."""
+    x = torch.zeros(1, 1, 1, 32)
+    x[..., 0], x[..., 1] = 1.0, -1.0
+    kv_format = KVFormat(*bits)
+    direct, paged = kv_format.simulate(x, x), kv_format._through_pages(x, x)
+    for one, other, width in zip(direct, paged, bits, strict=True):
+        assert torch.equal(one, other)
+        assert one.max() == pytest.approx(1.0 if width == 8 else 0.95, rel=2e-3)
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("key_bits", 5), ("value_bits", 4.0), ("group", -1), ("group", 0), ("clip", float("nan")), ("clip", -1.0),
-        ("clip", 0.0), ("clip", 1.5), ("page_size", "64"), ("page_size", 0), ("reserve", -1), ("max_batch", 0),
+        ("key_bits", 5), ("value_bits", 4.0), ("group", -1), ("group", 0),
+        ("key_clip", float("nan")), ("key_clip", -1.0), ("value_clip", 0.0), ("value_clip", 1.5),
+        ("page_size", "64"), ("page_size", 0), ("reserve", -1), ("max_batch", 0),
         ("max_length", -4),
     ],
 )  # fmt: skip

@@ -298,7 +298,7 @@ def test_quantized_prefill_reads_the_codes():
 
 @pytest.mark.parametrize(("key_bits", "value_bits"), [(2, 8), (3, 4), (4, 2), (8, 16), (16, 4)])
 def test_keys_and_values_have_their_own_bits(key_bits, value_bits):
-    cache = new_cache(key_bits=key_bits, value_bits=value_bits, clip=1.0, rotate=False)
+    cache = new_cache(key_bits=key_bits, value_bits=value_bits, key_clip=1.0, value_clip=1.0, rotate=False)
     key, value = (x.half() for x in tokens(2, 20))
     push(cache, key, value)
     got_key, got_value = stored(cache)[0].view(20, 2, HEADS, DIM).unbind(1)

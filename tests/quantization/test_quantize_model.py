@@ -71,7 +71,8 @@ def test_defaults_are_the_papers(tiny_model: Callable[..., nn.Module]) -> None:
         "a_group_size": None,
         "k_bits": 4,
         "v_bits": 4,
-        "kv_clip": 0.95,
+        "k_clip": 0.95,
+        "v_clip": 0.95,
         "kv_group_size": 128,
         "gptq_damping": 0.01,
         "gptq_act_order": False,
@@ -292,11 +293,26 @@ def test_cache_only_keeps_the_weights(tiny_model: Callable[..., nn.Module]) -> N
 
 
 def test_clip_ratios_follow_the_bits_unless_given():
-    assert QuarotConfig().a_clip == 0.9 and QuarotConfig().kv_clip == 0.95
+    assert QuarotConfig().a_clip == 0.9 and QuarotConfig().k_clip == QuarotConfig().v_clip == 0.95
     eight = QuarotConfig(a_bits=8, k_bits=8, v_bits=8)
-    assert eight.a_clip == eight.kv_clip == 1.0
+    assert eight.a_clip == eight.k_clip == eight.v_clip == 1.0
     assert QuarotConfig(a_bits=8, a_clip=0.85).a_clip == 0.85
     assert QuarotConfig().replace(a_bits=8).a_clip == 1.0
     assert QuarotConfig(a_clip=0.85).replace(a_bits=8).a_clip == 0.85
     assert QuarotConfig(overrides={".*down_proj": {"a_bits": 8}}).for_module("mlp.down_proj").a_clip == 1.0
-    assert QuarotConfig(k_bits=4, v_bits=8).kv_clip == 0.95
+    mixed = QuarotConfig(k_bits=4, v_bits=8)
+    assert (mixed.k_clip, mixed.v_clip) == (0.95, 1.0)
+    assert mixed.replace(k_bits=8).k_clip == 1.0
+
+
+def test_one_clip_ratio_for_keys_and_values() -> None:
+    """``kv_clip`` sets both, as in checkpoints from before there were two; those keep the ratio they state."""
+    both = QuarotConfig(k_bits=8, kv_clip=0.95)
+    assert (both.k_clip, both.v_clip, both.kv_clip) == (0.95, 0.95, None)
+    assert both.replace(kv_clip=0.9, v_clip=0.8).to_dict() == QuarotConfig(k_bits=8, k_clip=0.9, v_clip=0.8).to_dict()
+    stored = both.to_dict()
+    assert "kv_clip" not in stored
+    before = {name: value for name, value in stored.items() if name not in ("k_clip", "v_clip")} | {"kv_clip": 0.95}
+    assert QuarotConfig.from_dict(before) == QuarotConfig.from_dict(stored) == both
+    with pytest.raises(ValueError, match=r"k_clip=1\.5 must be"):
+        QuarotConfig(kv_clip=1.5)
