@@ -57,8 +57,8 @@ def quantized_attention(model: Any, config: QuarotConfig) -> Iterator[None]:
     AttentionMaskInterface.register(NAME, tuning_mask)
     record = architecture_of(model)
     attentions = [layer.get_submodule(record.attention) for _, layer in decoder_layers(model)]
-    for attention in attentions:
-        attention.quarot_tuning_format = KVFormat.from_config(config)  # type: ignore[assignment]
+    for index, attention in enumerate(attentions):
+        attention.quarot_tuning_format = KVFormat.from_config(config, index)  # type: ignore[assignment]
     before = model.config._attn_implementation
     model.set_attn_implementation(NAME)
     try:

@@ -50,9 +50,10 @@ def test_tuning_helps(rotated: nn.Module, fields: dict[str, Any]) -> None:
     assert not any(p.grad is not None for p in tuned.parameters())
 
 
-def test_what_is_trained_is_what_runs(rotated: nn.Module) -> None:
+@pytest.mark.parametrize("fields", [{}, {"kv_bits_by_layer": [[2, 8], [8, 2]]}], ids=["one cache", "cache by layer"])
+def test_what_is_trained_is_what_runs(rotated: nn.Module, fields: dict[str, Any]) -> None:
     """The trainable model's hidden states are the integer model's, but for single values on a rounding edge."""
-    model = quantize_model(copy.deepcopy(rotated), **FIELDS)
+    model = quantize_model(copy.deepcopy(rotated), **fields, **FIELDS)
     with torch.no_grad():
         integer = _states(model, UNSEEN)
         with _trainable(model, {}), quantized_attention(model, model.config.quantization_config):
