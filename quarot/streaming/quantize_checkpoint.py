@@ -18,6 +18,7 @@ from torch import nn
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.windows import check_token_ids
 from quarot.config import QuarotConfig
+from quarot.integrations.seal import seal
 from quarot.nn.split_experts import split_experts, split_layer_experts
 from quarot.quantization.gptq_block import forget_rounders
 from quarot.quantization.pipeline import needed_windows, quantize_layers, with_findings
@@ -116,9 +117,9 @@ def quantize_checkpoint(
         clips, _, starved = quantize_layers(model, configs, windows, config, place.store, place, progress)
     finally:
         forget_rounders()
-    place.store.write("", place.ends())
-    place.store.write_index()
     config = _as_recorded(with_findings(config, clips, starved))
+    place.store.write("", place.ends(), metadata=seal(config))
+    place.store.write_index()
     _write_configuration(model, config, work)
     if tokenizer is not None:
         tokenizer.save_pretrained(work)

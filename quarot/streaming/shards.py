@@ -53,8 +53,17 @@ class ShardStore:
         """Remember what the modules will not hold; :meth:`write` follows when the layer is packed."""
         self._found[name] = {"clips": layer.clips, "starved": layer.starved}
 
-    def write(self, name: str, tensors: dict[str, torch.Tensor], module: nn.Module | None = None) -> None:
-        """Write one shard: ``tensors`` by their names in the model, and what :meth:`load` needs of ``module``."""
+    def write(
+        self,
+        name: str,
+        tensors: dict[str, torch.Tensor],
+        module: nn.Module | None = None,
+        metadata: dict[str, str] | None = None,
+    ) -> None:
+        """Write one shard: ``tensors`` by their names in the model, and what :meth:`load` needs of ``module``.
+
+        ``metadata`` is noted in it besides: what is known only once all layers are finished.
+        """
         weights = {
             path: [linear.out_features, linear.in_features, linear.w_bits]
             for path, linear in (() if module is None else module.named_modules())
@@ -64,7 +73,7 @@ class ShardStore:
         temporary = self.path(name).with_suffix(".tmp")
         stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         with writing(temporary):
-            save_file(stored, temporary, metadata={"format": "pt", "quarot": notes})
+            save_file(stored, temporary, metadata={"format": "pt", "quarot": notes, **(metadata or {})})
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, self.path(name))

@@ -40,10 +40,12 @@ class QuarotHfQuantizer(HfQuantizer):
         return config
 
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        from quarot.integrations.seal import check_seal
         from quarot.integrations.transformers.skeleton import prepare
         from quarot.integrations.transformers.verify import verify_checkpoint, watch_keys
 
         if self.pre_quantized:
+            check_seal(self.quantization_config, kwargs.get("checkpoint_files"))
             prepare(model, self.quantization_config, kwargs.get("dtype"))
             verify_checkpoint(model, kwargs.get("checkpoint_files"))
             watch_keys(model)
@@ -66,6 +68,13 @@ class QuarotHfQuantizer(HfQuantizer):
         plain_linears(model, dtype or model.dtype)  # type: ignore[arg-type]
         detach(model)
         return model
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+        """The state dict as it is, and what weight files say of themselves (:mod:`quarot.integrations.seal`)."""
+        from quarot.integrations.seal import seal
+
+        config = model.config.quantization_config
+        return None, seal(QuarotConfig.from_dict(config) if isinstance(config, dict) else config)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         """Everything is in named tensors and JSON."""
