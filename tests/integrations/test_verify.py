@@ -93,3 +93,48 @@ def test_damaged_headers(content, tmp_path):
 def test_whole_header(tmp_path):
     save_file({"a": torch.zeros(2, 3, dtype=torch.float16), "b": torch.zeros(())}, tmp_path / "x", metadata={"c": "d"})
     assert read_header(tmp_path / "x") == {"a": StoredTensor("F16", (2, 3)), "b": StoredTensor("F32", ())}
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("mlp.up_proj.weight_scale", float("nan"), "holds NaN or infinity"),
+        ("self_attn.q_proj.weight_scale", float("-inf"), "holds NaN or infinity"),
+        ("mlp.down_proj.weight_scale", -1e-3, r"is negative \(-0.001\)"),
+        ("self_attn.o_proj.weight_scale", 0.0, "is zero where there are weights"),
+        ("input_layernorm.weight", float("inf"), "holds NaN or infinity"),
+        ("self_attn.k_proj.bias", float("nan"), "holds NaN or infinity"),
+    ],
+)
+def test_values_that_cannot_be_are_refused_by_name(name, value, message, symmetric, quantized_model, tmp_path):
+    options = {"attention_bias": True}
+    quantized_model(w_symmetric=symmetric, w_group_size=32, model_options=options).save_pretrained(tmp_path)
+    full = f"model.layers.1.{name}"
+    rewrite(tmp_path, lambda tensors: tensors[full].view(-1)[3:4].fill_(value))
+    with pytest.raises(ValueError, match=f"{full} {message}: .* quantise the model again"):
+        quarot.load(tmp_path)
+
+
+def test_zero_points_are_looked_at_too(quantized_model, tmp_path):
+    quantized_model(w_symmetric=False).save_pretrained(tmp_path)
+    full = "model.layers.0.mlp.down_proj.weight_zero"
+    rewrite(tmp_path, lambda tensors: tensors[full][3:4].fill_(float("nan")))
+    with pytest.raises(ValueError, match=f"{full} holds NaN or infinity"):
+        quarot.load(tmp_path)
+
+
+@pytest.mark.parametrize("fields", [{}, {"w_symmetric": False}, {"w_method": "gptq", "w_group_size": 32}], ids=str)
+def test_rows_of_zeros_have_scales_of_zero(fields, tiny_model, token_ids, tmp_path):
+    model = tiny_model("llama")
+    quarot.rotate_model(model, progress=False)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[5:9] = 0
+        model.model.layers[0].mlp.gate_proj.weight[7, 32:64] = 0
+    windows = torch.randint(3, 128, (4, 32), generator=torch.Generator().manual_seed(0))
+    quarot.quantize_model(model, **({"w_method": "rtn"} | fields), calibration=windows, progress=False)
+    assert model.model.layers[0].mlp.up_proj.weight_scale.min() == 0
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        logits = [one(token_ids, use_cache=False).logits for one in (model, quarot.load(tmp_path))]
+    assert torch.equal(*logits)

@@ -53,10 +53,13 @@ class QuarotHfQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         from quarot.integrations.transformers.attachment import attach
+        from quarot.integrations.transformers.verify import verify_values
 
         if not self.pre_quantized:
             self.quantization_config = quantize_at_load(model, self.quantization_config)
             self.pre_quantized = True
+        else:
+            verify_values(model)
         attach(model, self.quantization_config, quantizer=self)
         return model
 

@@ -1,4 +1,4 @@
-"""Checks a checkpoint against the model it is about to fill.
+"""Checks a checkpoint against the model it is about to fill, and the values once they are there.
 
 transformers fills missing tensors with random numbers, casts those of another dtype and drops those it has no place
 for, with a log line at most; each is a wrong model, so here each is an error.
@@ -6,6 +6,7 @@ for, with a log line at most; each is a wrong model, so here each is an error.
 
 from __future__ import annotations
 
+import math
 import os
 import types
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,7 @@ from torch import nn
 from quarot.architectures import architecture_of
 from quarot.integrations.safetensors_header import StoredTensor, read_header
 from quarot.nn.quant_linear import QuantLinear
+from quarot.quantization.grid import dequantize
 
 _NAMES = {torch.uint8: "U8", torch.int8: "I8", torch.float32: "F32"}
 """How safetensors calls the dtypes of codes, scales and zero points."""
@@ -51,6 +53,49 @@ def verify_checkpoint(model: nn.Module, files: Iterable[str | os.PathLike[str]] 
                 f"the checkpoint in {where} has {name} in {stored[name].dtype}, which must be {_NAMES[dtype]}: it was "
                 "cast or belongs to another config.json; save the quantised model again"
             )
+
+
+@torch.no_grad()
+def verify_values(model: nn.Module) -> None:
+    """Raise where the small tensors of a loaded model cannot be what was saved: a few bytes make every output NaN.
+
+    Looked at are scales and zero points, norms and biases (all that is not a matrix, so that it costs nothing beside
+    loading), except for offloaded ones. A scale is positive, or zero where every code stands for zero.
+
+    Raises:
+        ValueError: with the tensor's name.
+    """
+    found: dict[torch.device, list[tuple[str, QuantLinear | None, torch.Tensor]]] = {}
+    for path, module in model.named_modules():
+        linear = module if isinstance(module, QuantLinear) else None
+        for name, tensor in module.named_parameters(recurse=False):
+            small = tensor.dim() < 2 or (linear is not None and name in ("weight_scale", "weight_zero"))
+            if small and tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+                scaled = linear if name == "weight_scale" else None
+                extremes = torch.stack(tensor.aminmax()).float()
+                found.setdefault(tensor.device, []).append((f"{path}.{name}".lstrip("."), scaled, extremes))
+    for entries in found.values():
+        ranges = torch.stack([extremes for *_, extremes in entries]).tolist()  # one synchronisation a device
+        for (name, linear, _), (low, high) in zip(entries, ranges, strict=True):
+            wrong = _wrong_values(linear, low, high)
+            if wrong:
+                raise ValueError(
+                    f"{model.config.name_or_path}: {name} {wrong}: the checkpoint is damaged, "  # type: ignore[union-attr]
+                    "or overflows the dtype it is loaded in; copy it or quantise the model again"
+                )
+
+
+def _wrong_values(scaled: QuantLinear | None, low: float, high: float) -> str | None:
+    """What is wrong with a tensor that lies between ``low`` and ``high``; with ``scaled`` it is that layer's scale."""
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return "holds NaN or infinity"
+    if scaled is not None and low < 0:
+        return f"is negative ({low:g})"
+    if scaled is not None and low == 0:
+        codes, zero, scale = scaled.codes().float(), scaled.weight_zero, scaled.weight_scale
+        if dequantize(codes, (scale == 0).float(), zero).any():
+            return "is zero where there are weights"
+    return None
 
 
 def watch_keys(model: Any) -> None:
