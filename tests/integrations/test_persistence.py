@@ -281,6 +281,8 @@ def test_missing_expert_is_refused(moe_family, tiny_model, logits, token_ids, tm
 
 def test_config_of_another_checkpoint_is_refused(quantized_model, tmp_path):
     quantized_model().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path), path, metadata={"format": "pt"})  # without the note on the settings
     edit_config(tmp_path, w_group_size=32)
     with pytest.raises(ValueError, match="of shape"):
         quarot.load(tmp_path)
