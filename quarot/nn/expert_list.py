@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 
-from quarot.nn.inference_only import inference_only
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
+from quarot.ops.inference_only import inference_only
 from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
 from quarot.rotation.spec import HadamardSpec
 

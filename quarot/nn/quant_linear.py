@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional as F
 
 from quarot.config import QuarotConfig
-from quarot.nn.inference_only import inference_only
 from quarot.ops.float32_matmul import float32_matmul
 from quarot.ops.gemm_w4a4 import gemm_w4a4
 from quarot.ops.gemm_w8a8 import gemm_w8a8
 from quarot.ops.hadamard import hadamard
 from quarot.ops.hadamard_quantize import hadamard_quantize
+from quarot.ops.inference_only import inference_only
 from quarot.ops.quantize_per_token import quantize_per_token
 from quarot.quantization.fit import check_fits
 from quarot.quantization.grid import dequantize

@@ -87,6 +87,25 @@ def _cuda(x: torch.Tensor, order: int, pow2: int, inner: int) -> torch.Tensor:
     return out
 
 
+def _gradient(grad: torch.Tensor, order: int, pow2: int, inner: int) -> torch.Tensor:
+    return transposed_hadamard(grad, order, pow2, inner)
+
+
+def _transposed_reference(x: torch.Tensor, order: int, pow2: int, inner: int) -> torch.Tensor:
+    """``x H``, where :func:`hadamard_reference` is ``x H^T``; same shapes and rounding.
+
+    A Sylvester factor is its own transpose (and has a kernel); the dense one is multiplied by as it is.
+    """
+    check_shape(x, order, pow2, inner)
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = hadamard(wide, 1, pow2, inner)
+    if order > 1:
+        factor = _scaled_matrix(order, order**-0.5, wide.dtype, wide.device)
+        with tf32(False):
+            y = torch.matmul(factor.T, y.view(-1, order, pow2 * inner)).view(x.shape)
+    return y.to(x.dtype)
+
+
 hadamard = define_op(
     "hadamard",
     "(Tensor x, int order, int pow2, int inner) -> Tensor",
@@ -94,7 +113,17 @@ hadamard = define_op(
     fake=_fake,
     cuda=_cuda,
     available=_available,
+    gradient=_gradient,
 )
+
+transposed_hadamard = define_op(
+    "transposed_hadamard",
+    "(Tensor x, int order, int pow2, int inner) -> Tensor",
+    reference=_transposed_reference,
+    fake=_fake,
+    gradient=hadamard,
+)
+"""The inverse of :func:`hadamard`, and its gradient."""
 
 
 def hadamard_transform(x: torch.Tensor, spec: HadamardSpec | None = None) -> torch.Tensor:

@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from quarot.ops.inference_only import refusing
+
 logger = logging.getLogger("quarot")
 
 _LIBRARY = torch.library.Library("quarot", "DEF")
@@ -109,6 +111,16 @@ def stream(tensor: torch.Tensor) -> int:
         return torch.cuda.current_stream(index).cuda_stream
 
 
+def _register_gradient(name: str, gradient: Callable[..., Any]) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.args = inputs[1:]
+
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return gradient(grad, *ctx.args), *(None for _ in ctx.args)
+
+    torch.library.register_autograd(f"quarot::{name}", backward, setup_context=keep, lib=_LIBRARY)
+
+
 def define_op(
     name: str,
     schema: str,
@@ -117,6 +129,7 @@ def define_op(
     fake: Callable[..., Any],
     cuda: Callable[..., Any] | None = None,
     available: Callable[..., str | None] | None = None,
+    gradient: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Register ``torch.ops.quarot.<name>`` and return its ``.default`` overload.
 
@@ -128,9 +141,15 @@ def define_op(
         cuda: launches the kernel; gets the same arguments.
         available: returns None when ``cuda`` can serve these arguments, else the reason it cannot (the reference then
             serves, and says so once in the log).
+        gradient: ``gradient(grad, *args)``, the gradient by the first argument, the only one that has any; None for ops
+            that refuse backward (:mod:`quarot.ops.inference_only`). It costs each call 5 us outside inference mode.
     """
+
+    def guarded(implementation: Callable[..., Any]) -> Callable[..., Any]:
+        return refusing(name, schema, implementation) if gradient is None else implementation
+
     _LIBRARY.define(name + schema)
-    _LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, guarded(reference), "CompositeExplicitAutograd")
     torch.library.register_fake(f"quarot::{name}", fake, lib=_LIBRARY)
     if cuda is not None:
 
@@ -146,5 +165,9 @@ def define_op(
             _warn_once(f"quarot::{name} runs its slow reference on {device}: {reason}")
             return reference(*args)
 
-        _LIBRARY.impl(name, launch, "CUDA")
+        _LIBRARY.impl(name, guarded(launch), "CUDA")
+    if gradient is not None:
+        _register_gradient(name, gradient)
+    else:  # the implementations themselves refuse; PyTorch would warn of something else
+        _LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     return getattr(torch.ops.quarot, name).default

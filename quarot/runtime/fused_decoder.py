@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
 from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
 from quarot.runtime.decode_step import DecodeStep
 from quarot.runtime.fused_layer import FusedLayer, norm_eps
@@ -65,7 +66,11 @@ def fused_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         _say_once(reason)
         return type(self).forward(self, *args, **kwargs)
     with torch.no_grad(), out_of_memory(f"a forward of {_size(kwargs)}", _LOWER):
-        return fused.forward(**kwargs)
+        output = fused.forward(**kwargs)
+    wanting = fused.wanting(kwargs) if torch.is_grad_enabled() else None
+    if wanting is not None:
+        output.last_hidden_state = refuse_gradient("a quantised model", wanting, output.last_hidden_state)
+    return output
 
 
 _LOWER = "the batch, or the tokens at once (quarot.generate's prefill_chunk, generate()'s prefill_chunk_size)"
@@ -178,6 +183,12 @@ class FusedDecoder:
             else:
                 out = self._attend_through_model(hidden, position_ids, attention_mask, past_key_values, kwargs)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values if use_cache else None)
+
+    def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:
+        """What a backward through the decoder would reach that wants a gradient: the embeddings, given or not."""
+        given = kwargs.get("inputs_embeds")
+        source: Tensor = self.embed.weight if given is None else given  # type: ignore[assignment]
+        return source if source.requires_grad else None
 
     def run_layers(self, residual: Tensor, attend: Any) -> Tensor:
         """Residual stream [M, hidden] through all layers and the final norm."""

@@ -334,3 +334,22 @@ def test_the_ops_reach_the_kernels() -> None:
     assert quantize_op.available(torch.empty(2, 64, device="cuda", dtype=torch.float64), 1, 64, 1, 4, 0.9) is not None
     x = torch.randn(3, 4096, device="cuda", dtype=torch.float16)
     assert torch.equal(torch.ops.quarot.hadamard(x, 1, 4096, 1), hadamard_op._cuda(x, 1, 4096, 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("order", "pow2", "inner"), [(1, 4096, 1), (172, 64, 1), (12, 2, 64)])
+def test_the_transform_has_its_gradient(order, pow2, inner, dtype):
+    shape, arguments = (6, order * pow2 * inner), (order, pow2, inner)
+    x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)
+    direction = torch.randn(shape, device="cuda", dtype=dtype)
+    hadamard_op.hadamard(x, *arguments).backward(direction)
+    exact = hadamard_op.transposed_hadamard(direction.double(), *arguments)
+    assert (x.grad.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps * exact.abs().max()
+
+
+def test_what_rounds_refuses_backward():
+    x = torch.randn(6, 4096, device="cuda", dtype=torch.float16, requires_grad=True)
+    codes, scale = torch.ops.quarot.hadamard_quantize(x, 1, 4096, 1, 4, 0.9)
+    assert torch.equal(codes, torch.ops.quarot.hadamard_quantize(x.detach(), 1, 4096, 1, 4, 0.9)[0])
+    with pytest.raises(RuntimeError, match="quarot::hadamard_quantize has no gradient"):
+        scale.sum().backward()

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from quarot.integrations import flashinfer
 from quarot.integrations.transformers.plain_attention import plain_attention
-from quarot.nn.inference_only import refuse_gradient
 from quarot.nn.kv_format import KVFormat
 from quarot.nn.page_table import Step
 from quarot.nn.partial_attention import attend, merge
 from quarot.nn.quant_kv_cache import KVHandle, QuantKVCache, QuantKVLayer
+from quarot.ops.inference_only import refuse_gradient
 
 Output = tuple[Tensor, Tensor | None]
 

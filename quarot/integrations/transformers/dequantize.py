@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.nn.split_experts import merge_experts
-from quarot.ops.hadamard import hadamard
-from quarot.rotation.hadamard import hadamard_matrix
+from quarot.ops.hadamard import transposed_hadamard
 from quarot.rotation.spec import HadamardSpec
 
 
@@ -28,18 +27,12 @@ def plain_linears(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def fold_input_rotation(weight: Tensor, rotation: HadamardSpec) -> Tensor:
-    """``W`` with ``F.linear(x, W) = F.linear(hadamard(x), weight)``: weight H, computed factor by factor in float64.
+    """``W`` with ``F.linear(x, W) = F.linear(hadamard(x), weight)``: weight H, in float64.
 
     Args:
         weight: [N, K] in the basis of the rotated input.
     """
-    wide = weight.to(torch.float64)
-    wide = hadamard(wide, 1, rotation.pow2, rotation.inner)  # a Sylvester factor is symmetric
-    if rotation.order > 1:
-        matrix = hadamard_matrix(rotation.order).to(wide) * rotation.order**-0.5
-        split = wide.view(wide.shape[0], rotation.blocks, rotation.order, rotation.pow2 * rotation.inner)
-        wide = torch.einsum("nbji,jk->nbki", split, matrix).reshape(weight.shape)
-    return wide
+    return transposed_hadamard(weight.to(torch.float64), rotation.order, rotation.pow2, rotation.inner)
 
 
 def _linear(weight: Tensor, bias: Tensor | None, training: bool) -> nn.Linear:
