@@ -26,14 +26,35 @@ def _rint(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _code(position, shift, low, high):  # type: ignore[no-untyped-def]
+    # In steps, as position is: the stored code is shifted, and between low and high.
+    return tl.minimum(tl.maximum(_rint(position) + shift, low), high) - shift
+
+
+@triton.jit
+def _of_scale(given, position, code, inside):  # type: ignore[no-untyped-def]
+    return tl.sum(given * tl.where(inside, code - position, code), 0)
+
+
+@triton.jit
+def _cache_grid(least, most, clip: tl.constexpr, top: tl.constexpr):  # type: ignore[no-untyped-def]
+    low, high = least * clip, most * clip
+    return ((high - low) / top).to(tl.float16).to(tl.float32), low.to(tl.float16).to(tl.float32)
+
+
+@triton.jit
+def _cache_position(value, scale, offset):  # type: ignore[no-untyped-def]
+    return tl.where(scale > 0, (value - offset) / tl.where(scale > 0, scale, 1.0), 0.0)
+
+
+@triton.jit
 def _forward(x, y, clip, columns, qmax: tl.constexpr, smallest: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     start = tl.program_id(0).to(tl.int64) * columns
     place = tl.arange(0, block)
     mask = place < columns
     value = tl.load(x + start + place, mask=mask, other=0.0).to(tl.float32)
     scale = tl.maximum(tl.max(tl.abs(value), 0) * (tl.load(clip) / qmax), smallest)
-    code = _rint(value / scale)
-    code = tl.minimum(tl.maximum(code, -qmax - 1.0), qmax)
+    code = _code(value / scale, 0.0, -qmax - 1.0, qmax)
     tl.store(y + start + place, (code * scale).to(y.dtype.element_ty), mask=mask)
 
 
@@ -49,10 +70,8 @@ def _backward(  # type: ignore[no-untyped-def]
     largest = tl.max(tl.abs(value), 0)
     ratio = tl.load(clip) / qmax
     position = value / tl.maximum(largest * ratio, smallest)
-    code = _rint(position)
-    code = tl.minimum(tl.maximum(code, -qmax - 1.0), qmax)
     inside = (position >= -qmax - 1.0) & (position <= qmax)
-    of_scale = tl.sum(given * tl.where(inside, code - position, code), 0)
+    of_scale = _of_scale(given, position, _code(position, 0.0, -qmax - 1.0, qmax), inside)
     result = tl.where(inside, given, 0.0)
     sign = tl.where(value > 0, 1.0, tl.where(value < 0, -1.0, 0.0))
     result += tl.where(tl.abs(value) == largest, of_scale * ratio * sign, 0.0)
@@ -90,8 +109,7 @@ def _weights_forward(x, y, step, zero, columns, half: tl.constexpr, has_zero: tl
     size, shift = tl.load(step + row), 0.0
     if has_zero:
         shift = tl.load(zero + row)
-    code = _rint(tl.load(x + row * columns + place, mask=mask, other=0.0) / size) + shift
-    code = tl.minimum(tl.maximum(code, -half), half - 1.0) - shift
+    code = _code(tl.load(x + row * columns + place, mask=mask, other=0.0) / size, shift, -half, half - 1.0)
     tl.store(y + row * columns + place, code * size, mask=mask)
 
 
@@ -106,12 +124,11 @@ def _weights_backward(  # type: ignore[no-untyped-def]
     if has_zero:
         shift = tl.load(zero + row)
     position = tl.load(x + row * columns + place, mask=mask, other=0.0) / size
-    code = _rint(position) + shift
-    code = tl.minimum(tl.maximum(code, -half), half - 1.0) - shift
+    code = _code(position, shift, -half, half - 1.0)
     given = tl.load(grad + row * columns + place, mask=mask, other=0.0).to(tl.float32)
     inside = tl.abs(position - code) <= 0.5
     tl.store(grad_x + row * columns + place, tl.where(inside, given, 0.0), mask=mask)
-    tl.store(grad_step + row, tl.sum(given * tl.where(inside, code - position, code), 0))
+    tl.store(grad_step + row, _of_scale(given, position, code, inside))
 
 
 def weights_forward(x: Tensor, step: Tensor, zero: Tensor | None, half: int) -> Tensor:
@@ -138,10 +155,8 @@ def weights_backward(x: Tensor, grad: Tensor, step: Tensor, zero: Tensor | None,
 def _cache_forward(x, y, clip: tl.constexpr, top: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     value = tl.load(x + place).to(tl.float32)
-    low, high = tl.min(value, 0) * clip, tl.max(value, 0) * clip
-    scale, offset = ((high - low) / top).to(tl.float16).to(tl.float32), low.to(tl.float16).to(tl.float32)
-    position = tl.where(scale > 0, (value - offset) / tl.where(scale > 0, scale, 1.0), 0.0)
-    code = tl.minimum(tl.maximum(_rint(position), 0.0), top)
+    scale, offset = _cache_grid(tl.min(value, 0), tl.max(value, 0), clip, top)
+    code = _code(_cache_position(value, scale, offset), 0.0, 0.0, top)
     tl.store(y + place, (code * scale + offset).to(y.dtype.element_ty))
 
 
@@ -151,12 +166,10 @@ def _cache_backward(x, grad, grad_x, clip: tl.constexpr, top: tl.constexpr, bloc
     value = tl.load(x + place).to(tl.float32)
     given = tl.load(grad + place).to(tl.float32)
     least, most = tl.min(value, 0), tl.max(value, 0)
-    low, high = least * clip, most * clip
-    scale, offset = ((high - low) / top).to(tl.float16).to(tl.float32), low.to(tl.float16).to(tl.float32)
-    position = tl.where(scale > 0, (value - offset) / tl.where(scale > 0, scale, 1.0), 0.0)
-    code = tl.minimum(tl.maximum(_rint(position), 0.0), top)
+    scale, offset = _cache_grid(least, most, clip, top)
+    position = _cache_position(value, scale, offset)
     inside = (position >= 0) & (position <= top)
-    of_scale = tl.sum(given * tl.where(inside, code - position, code), 0) * (clip / top)
+    of_scale = _of_scale(given, position, _code(position, 0.0, 0.0, top), inside) * (clip / top)
     of_offset = tl.sum(tl.where(inside, 0.0, given), 0) * clip
     result = tl.where(inside, given, 0.0)
     result += tl.where(value == most, of_scale, 0.0) + tl.where(value == least, of_offset - of_scale, 0.0)
