@@ -97,19 +97,9 @@ class QuantLinear(nn.Module):
         weight = linear_weight(linear)
         n, k = weight.shape
         bias = getattr(linear, "bias", None)
+        rotation = getattr(linear, "input_rotation", None)
         layer = cls(
-            k,
-            n,
-            bias is not None,
-            w_bits=config.w_bits,
-            w_symmetric=config.w_symmetric,
-            w_group_size=config.w_group_size,
-            a_bits=config.a_bits,
-            a_clip=config.a_clip,
-            a_group_size=config.a_group_size,
-            input_rotation=getattr(linear, "input_rotation", None),
-            dtype=weight.dtype,
-            device="meta",
+            k, n, bias is not None, **run_time(config), input_rotation=rotation, dtype=weight.dtype, device="meta"
         )
         device = weight.device
         layer.qweight = _frozen(weight.detach() if codes is None else store(codes.to(device), config.w_bits))
@@ -229,6 +219,12 @@ class QuantLinear(nn.Module):
         rotation = "" if self.input_rotation is None else f", rotation={self.input_rotation}"
         shape = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
         return f"{shape}, {weights}, {activations}{rotation}"
+
+
+def run_time(config: QuarotConfig) -> dict[str, Any]:
+    """The fields of a layer's configuration that its :class:`QuantLinear` is made with."""
+    names = ("w_bits", "w_symmetric", "w_group_size", "a_bits", "a_clip", "a_group_size")
+    return {name: getattr(config, name) for name in names}
 
 
 def linear_weight(linear: nn.Module) -> torch.Tensor:

@@ -58,15 +58,31 @@ def _check_kinds(
         raise ValueError(f"integer GEMM: its tensors are on {', '.join(sorted(map(str, devices)))}")
 
 
-def check_bias(bias: torch.Tensor | None, weight_scale: torch.Tensor) -> None:
-    """Raise ValueError for a bias that a kernel would read beyond its end, or in the memory of another device."""
+def fake(
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    qweight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *rest: bool,
+) -> torch.Tensor:
+    """Shape and dtype of the output of every GEMM op."""
+    return codes.new_empty((codes.shape[0], weight_scale.shape[0]), dtype=out_dtype)
+
+
+def check_vectors(
+    op: str, codes: torch.Tensor, row_scale: torch.Tensor, weight_scale: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Raise ValueError for row scales or a bias that a kernel would read beyond their end, or on another device."""
+    if row_scale.shape != codes.shape[:1]:
+        raise ValueError(f"{op}: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes")
     if bias is None:
         return
     n, device = weight_scale.shape[0], weight_scale.device
     if bias.shape != (n,) or bias.device != device or not bias.is_floating_point():
         raise ValueError(
-            f"integer GEMM: bias must be [{n}] floats on {device}, got {tuple(bias.shape)} {bias.dtype} on"
-            f" {bias.device}"
+            f"{op}: bias must be [{n}] floats on {device}, got {tuple(bias.shape)} {bias.dtype} on {bias.device}"
         )
 
 

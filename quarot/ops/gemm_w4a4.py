@@ -59,19 +59,6 @@ def reference(
     return scaled_integer_matmul(codes, row_scale, weight, weight_scale, bias, out_dtype, w_max=8)
 
 
-def fake(
-    codes: torch.Tensor,
-    row_scale: torch.Tensor,
-    qweight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    packed_activations: bool = False,
-) -> torch.Tensor:
-    """Shape and dtype of the output."""
-    return codes.new_empty((codes.shape[0], weight_scale.shape[0]), dtype=out_dtype)
-
-
 def _check(
     codes: torch.Tensor,
     row_scale: torch.Tensor,
@@ -88,11 +75,7 @@ def _check(
             f"gemm_w4a4: {'packed ' if packed else ''}codes {tuple(codes.shape)} and weight_scale"
             f" {tuple(weight_scale.shape)} do not fit tiles {tuple(qweight.shape)} of {rows} outputs, {columns} inputs"
         )
-    if row_scale.shape != codes.shape[:1]:
-        raise ValueError(
-            f"gemm_w4a4: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes"
-        )
-    gemm_launch.check_bias(bias, weight_scale)
+    gemm_launch.check_vectors("gemm_w4a4", codes, row_scale, weight_scale, bias)
 
 
 def cuda(
@@ -147,7 +130,7 @@ gemm_w4a4 = define_op(
     "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype,"
     " bool packed_activations=False) -> Tensor",
     reference=reference,
-    fake=fake,
+    fake=gemm_launch.fake,
     cuda=cuda,
     available=available,
 )

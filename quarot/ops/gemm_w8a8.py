@@ -27,18 +27,6 @@ def reference(
     return scaled_integer_matmul(codes, row_scale, qweight, weight_scale, bias, out_dtype)
 
 
-def fake(
-    codes: torch.Tensor,
-    row_scale: torch.Tensor,
-    qweight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
-    """Shape and dtype of the output."""
-    return codes.new_empty((codes.shape[0], weight_scale.shape[0]), dtype=out_dtype)
-
-
 def _check(
     codes: torch.Tensor,
     row_scale: torch.Tensor,
@@ -51,11 +39,7 @@ def _check(
             f"gemm_w8a8: codes {tuple(codes.shape)}, qweight {tuple(qweight.shape)} and weight_scale"
             f" {tuple(weight_scale.shape)} do not fit; expected [M, Kp], [N, Kp] and [N] or [N, G]"
         )
-    if row_scale.shape != codes.shape[:1]:
-        raise ValueError(
-            f"gemm_w8a8: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes"
-        )
-    gemm_launch.check_bias(bias, weight_scale)
+    gemm_launch.check_vectors("gemm_w8a8", codes, row_scale, weight_scale, bias)
 
 
 def cuda(
@@ -92,7 +76,7 @@ gemm_w8a8 = define_op(
     "(Tensor codes, Tensor row_scale, Tensor qweight, Tensor weight_scale, Tensor? bias, ScalarType out_dtype)"
     " -> Tensor",
     reference=reference,
-    fake=fake,
+    fake=gemm_launch.fake,
     cuda=cuda,
     available=available,
 )

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from quarot.architectures import geometry, linear_modules
 from quarot.config import QuarotConfig
 from quarot.nn.kv_format import check_cache
-from quarot.nn.quant_linear import QuantLinear
+from quarot.nn.quant_linear import QuantLinear, run_time
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.nn.split_experts import split_experts
 from quarot.rotation.plan import RotationPlan
@@ -59,23 +61,7 @@ def _replacement(
     bias, device = linear.bias is not None, linear.weight.device
     kind = dtype or linear.weight.dtype
     quantized = not config.ignores(name) and min(own.w_bits, own.a_bits) < 16
-    if not quantized:
-        if rotation is None:
-            return None
-        return RotatedLinear(
-            linear.in_features, linear.out_features, bias, input_rotation=rotation, dtype=kind, device=device
-        )
-    return QuantLinear(
-        linear.in_features,
-        linear.out_features,
-        bias,
-        w_bits=own.w_bits,
-        w_symmetric=own.w_symmetric,
-        w_group_size=own.w_group_size,
-        a_bits=own.a_bits,
-        a_clip=own.a_clip,
-        a_group_size=own.a_group_size,
-        input_rotation=rotation,
-        dtype=kind,
-        device=device,
-    )
+    sizes: Any = (linear.in_features, linear.out_features, bias)
+    if quantized:
+        return QuantLinear(*sizes, **run_time(own), input_rotation=rotation, dtype=kind, device=device)
+    return None if rotation is None else RotatedLinear(*sizes, input_rotation=rotation, dtype=kind, device=device)
