@@ -111,5 +111,9 @@ def test_a_cache_that_does_not_fit_is_refused_when_loaded(
     quantization = config["quantization_config"]
     (quantization if field in quantization else quantization["rotation"])[field] = value
     path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="written for other settings"):
+        quarot.load(tmp_path / "out")
+    for shard in path.parent.glob("*.safetensors"):  # as from before the weight files noted their settings
+        save_file(load_file(shard), shard, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message):
         quarot.load(tmp_path / "out")
