@@ -14,7 +14,7 @@ from quarot.integrations import flashinfer
 from quarot.integrations.transformers.attention import quarot_attention
 from quarot.nn.growing_buffer import step_bytes
 from quarot.nn.partial_attention import attend, merge
-from quarot.nn.quant_kv_cache import QuantKVLayer
+from quarot.nn.quant_kv_layer import QuantKVLayer
 from quarot.ops import registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -12,7 +12,7 @@ from transformers import LlamaConfig
 from quarot import QuantKVCache
 from quarot.integrations.transformers.attention import quarot_attention
 from quarot.nn.growing_buffer import GrowingBuffer
-from quarot.nn.quant_kv_cache import QuantKVLayer
+from quarot.nn.quant_kv_layer import QuantKVLayer
 
 HEADS, DIM, LAYERS = 2, 32, 2
 CONFIG = LlamaConfig(num_attention_heads=4, num_key_value_heads=HEADS, head_dim=DIM, num_hidden_layers=LAYERS)
@@ -514,8 +514,8 @@ class FakeBuffer:
 
 
 def test_a_growing_pool_moves_once_where_memory_can_grow(monkeypatch):
-    monkeypatch.setattr("quarot.nn.quant_kv_cache.step_bytes", lambda device: 4096)
-    monkeypatch.setattr("quarot.nn.quant_kv_cache.GrowingBuffer", FakeBuffer)
+    monkeypatch.setattr("quarot.nn.quant_kv_layer.step_bytes", lambda device: 4096)
+    monkeypatch.setattr("quarot.nn.quant_kv_layer.GrowingBuffer", FakeBuffer)
     cache, fresh = new_cache(), new_cache(reserve=400)
     key, value = tokens(2, 300)
     push(cache, key[:, :, :100], value[:, :, :100])

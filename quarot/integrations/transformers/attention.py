@@ -22,7 +22,8 @@ from quarot.integrations.transformers.plain_attention import plain_attention
 from quarot.nn.kv_format import KVFormat
 from quarot.nn.page_table import Step
 from quarot.nn.partial_attention import attend, merge
-from quarot.nn.quant_kv_cache import KVHandle, QuantKVCache, QuantKVLayer
+from quarot.nn.quant_kv_cache import KVHandle, QuantKVCache
+from quarot.nn.quant_kv_layer import QuantKVLayer
 from quarot.ops.inference_only import refuse_gradient
 
 Output = tuple[Tensor, Tensor | None]
