@@ -86,13 +86,13 @@ class DecodeStep:
         def attend(layer: FusedLayer, qkv: Tensor) -> Tensor:
             pages = self.cache.layers[layer.index]
             kv_format, codes = pages.format, arguments(pages.layout)
-            pages.make_room(step)
+            early = not pages.make_room(step)
             clips, rotate = kv_format.clips, kv_format.rotate
             gains, eps = layer.norm_arguments()
             where = layer.positions(cos, sin)
             if serves(qkv, where[0], layer.head_dim, *codes, *rotate):
                 query = rope_kv_append(
-                    qkv, *where, pages.pool, step.slots, layer.heads, *codes, *clips, *rotate, *gains, eps, True
+                    qkv, *where, pages.pool, step.slots, layer.heads, *codes, *clips, *rotate, *gains, eps, early
                 )
                 rotate = (0, 0)  # the queries come back rotated by R3 already
             else:
