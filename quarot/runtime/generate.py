@@ -7,11 +7,14 @@ of a recorded graph. The host looks at the tokens only now and then (every step 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from quarot.calibration.windows import check_token_ids
+from quarot.field_types import check_types
 from quarot.memory import out_of_memory
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
@@ -70,13 +73,10 @@ def generate(
         ValueError: arguments that do not fit.
         NotImplementedError: the model has no fused decoder path (the message says why).
     """
-    _check(model, input_ids, attention_mask, max_new_tokens, streamer)
-    fused: FusedDecoder | None = vars(getattr(model, model.base_model_prefix)).get("quarot_fused")
-    if fused is None:
-        raise NotImplementedError(
-            "quarot.generate needs a model quantised by quarot with the fused decoder path "
-            "(logger 'quarot' at level INFO says why it is off); use model.generate"
-        )
+    fused = _fused(model)
+    _check_tokens(model, input_ids, attention_mask)
+    _Numbers(max_new_tokens, prefill_chunk, seed, pad_token_id)
+    _check_streamer(streamer, input_ids.shape[0])
     sampling = Sampling(temperature, top_k, top_p)
     ends = _end_tokens(model, eos_token_id)
     with torch.no_grad():
@@ -201,29 +201,72 @@ def _session(model: Any, fused: FusedDecoder, batch: int, length: int) -> Sessio
     return session
 
 
-def _check(model: Any, ids: Tensor, mask: Tensor | None, count: int, streamer: Streamer | None) -> None:
-    if ids.dim() != 2 or not ids.numel() or ids.dtype != torch.int64:
-        raise ValueError(
-            f"generate: input_ids must be int64 [batch >= 1, tokens >= 1], got {ids.dtype} {tuple(ids.shape)}"
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers among the arguments; making one checks them."""
+
+    max_new_tokens: int
+    prefill_chunk: int
+    seed: int | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        for name in ("max_new_tokens", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"generate: {name}={getattr(self, name)} must be at least 1")
+        if self.seed is not None and not 0 <= self.seed < 1 << 63:
+            raise ValueError(f"generate: seed={self.seed} must be from 0 to 2^63 - 1")
+
+
+def _fused(model: Any) -> FusedDecoder:
+    decoder = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    fused: FusedDecoder | None = getattr(decoder, "__dict__", {}).get("quarot_fused")
+    if fused is None:
+        raise NotImplementedError(
+            "quarot.generate needs a model quantised by quarot with the fused decoder path "
+            "(logger 'quarot' at level INFO says why it is off); use model.generate"
         )
-    if mask is not None and (mask.shape != ids.shape or not bool(mask[:, -1].all())):
-        raise ValueError(
-            f"generate: attention_mask {tuple(mask.shape)} must match input_ids {tuple(ids.shape)} and end in 1: "
-            "pad on the left"
-        )
-    if count < 1:
-        raise ValueError(f"generate: max_new_tokens={count} must be at least 1")
-    if streamer is not None and ids.shape[0] != 1:
-        raise ValueError(f"generate: a streamer takes one row, got a batch of {ids.shape[0]}")
+    return fused
+
+
+def _check_tokens(model: Any, ids: Any, mask: Any) -> None:
+    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype != torch.int64:
+        raise ValueError(f"generate: input_ids must be int64 [batch >= 1, tokens >= 1], got {_what(ids)}")
     device = model.get_input_embeddings().weight.device
     if ids.device != device:
         raise ValueError(f"generate: input_ids are on {ids.device}, the model on {device}")
+    check_token_ids(model, ids)
+    if mask is None:
+        return
+    if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != device:
+        raise ValueError(f"generate: attention_mask must be {list(ids.shape)} on {device}, got {_what(mask)}")
+    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask[:, -1].all()):
+        raise ValueError("generate: attention_mask must hold 0 and 1, and 1 in its last column: pad on the left")
+
+
+def _check_streamer(streamer: Any, batch: int) -> None:
+    if streamer is None:
+        return
+    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
+        raise ValueError(f"generate: a streamer has put(tokens) and end(), got {streamer!r}")
+    if batch != 1:
+        raise ValueError(f"generate: a streamer takes one row, got a batch of {batch}")
+
+
+def _what(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
 
 
 def _end_tokens(model: Any, eos: int | Iterable[int] | None) -> Tensor:
     if eos is None:
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    values = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    given = eos.tolist() if isinstance(eos, Tensor) else eos
+    values = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
+    if not all(type(value) is int for value in values):
+        raise ValueError(f"generate: eos_token_id={eos!r} must be a token id or several")
     return torch.tensor(values, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
 
 

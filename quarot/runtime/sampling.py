@@ -7,7 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quarot.field_types import check_types
 from quarot.ops.argmax_rows import argmax_rows
+
+_COLDEST = 1e-30
+"""Logits divided by less overflow."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +29,9 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature={self.temperature!r} must be 0 (greedy) or a positive number")
+        check_types(self)
+        if self.temperature != 0 and self.temperature < _COLDEST:
+            raise ValueError(f"temperature={self.temperature!r} must be 0 (greedy), or {_COLDEST} or more")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k={self.top_k!r} must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

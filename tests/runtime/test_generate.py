@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import TextStreamer
 
 import quarot
 from quarot.runtime.sampling import Sampling
@@ -125,8 +126,25 @@ def test_a_long_prompt_never_meets_a_layer_or_the_head_at_once(model, token_ids)
         ({"temperature": 1.0, "top_k": 0}, "top_k=0"),
         ({"temperature": 1.0, "top_p": 1.5}, "top_p=1.5"),
         ({"attention_mask": torch.tensor([[1] * 16 + [0]] * 2)}, "pad on the left"),
-        ({"attention_mask": torch.ones(2, 3)}, "must match"),
-        ({"streamer": object()}, "one row"),
+        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask must be \[2, 17\] on cpu, got torch.float32 \(2, 3\)"),
+        ({"attention_mask": [[1] * 17] * 2}, "got a list"),
+        ({"attention_mask": torch.full((2, 17), 2)}, "must hold 0 and 1"),
+        ({"attention_mask": torch.full((2, 17), -1)}, "must hold 0 and 1"),
+        ({"streamer": object()}, r"has put\(tokens\) and end\(\)"),
+        ({"streamer": TextStreamer(None)}, "one row, got a batch of 2"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be an int"),
+        ({"max_new_tokens": True}, "max_new_tokens=True must be an int"),
+        ({"max_new_tokens": None}, "max_new_tokens=None must be an int"),
+        ({"prefill_chunk": 0}, "prefill_chunk=0 must be at least 1"),
+        ({"prefill_chunk": -5}, "prefill_chunk=-5 must be at least 1"),
+        ({"seed": 1.5}, "seed=1.5 must be an int"),
+        ({"seed": 1 << 70}, "seed=1180591620717411303424 must be from 0"),
+        ({"pad_token_id": "x"}, "pad_token_id='x' must be an int"),
+        ({"eos_token_id": "</s>"}, "eos_token_id='</s>' must be a token id or several"),
+        ({"eos_token_id": [1.5]}, r"eos_token_id=\[1.5\] must be a token id or several"),
+        ({"temperature": "hot"}, "temperature='hot' must be a finite float"),
+        ({"temperature": 1e-45}, "temperature=1e-45 must be 0"),
+        ({"temperature": 1.0, "top_k": 2.5}, "top_k=2.5 must be an int"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -140,11 +158,18 @@ def test_bad_prompts(model, token_ids):
         quarot.generate(model, token_ids.int())
     with pytest.raises(ValueError, match="tokens >= 1"):
         quarot.generate(model, token_ids[:, :0])
+    with pytest.raises(ValueError, match="got a list"):
+        quarot.generate(model, token_ids.tolist())
+    for outside in (-1, 128):
+        with pytest.raises(ValueError, match=f"token ids from {outside} to {outside} do not fit a vocabulary of 128"):
+            quarot.generate(model, torch.full((1, 4), outside))
 
 
 def test_a_model_without_the_fused_path_says_so(tiny_model, token_ids):
     with pytest.raises(NotImplementedError, match="fused decoder path"):
         quarot.generate(tiny_model("llama"), token_ids)
+    with pytest.raises(NotImplementedError, match="fused decoder path"):
+        quarot.generate(None, token_ids)
 
 
 def test_an_interrupted_generation_leaves_the_model_usable(model, token_ids):
