@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quarot.field_types import check_types
+from quarot.field_types import check_seed, check_types
 from quarot.rotation.plan import RotationPlan
 
 FORMAT_VERSION = 1
@@ -154,6 +154,7 @@ class QuarotConfig(QuantizationConfigMixin):
         for name in ("overrides", "rotation", "starved_experts"):
             object.__setattr__(self, name, copy.deepcopy(getattr(self, name)))  # the caller's may change later
         check_types(self)
+        check_seed("seed", self.seed)
         self._one_of("quant_method", ("quarot",))
         self._one_of("w_bits", _W_BITS)
         self._one_of("w_method", ("gptq", "rtn"))

@@ -24,6 +24,12 @@ def check_types(instance: Any) -> None:
             raise ValueError(f"{name}={value!r} must be {_words(kind)}")
 
 
+def check_seed(name: str, seed: int | None) -> None:
+    """Raise ValueError, with the field's name, for a seed that PyTorch's generators do not take."""
+    if seed is not None and not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"{name}={seed} must be a number of 64 bits")
+
+
 @functools.cache
 def _kinds(cls: Any) -> tuple[tuple[str, Any, bool], ...]:
     hints = get_type_hints(cls)

@@ -39,6 +39,12 @@ def check_folder(folder: Path, option: str) -> None:
     _try(folder if folder.exists() else folder.absolute().parent, f"{option} {folder}")
 
 
+def check_apart(source: str | os.PathLike[str], folder: Path, option: str) -> None:
+    """Raise ValueError where ``folder`` is the source itself, which would be lost."""
+    if folder.exists() and os.path.exists(source) and os.path.samefile(source, folder):
+        raise ValueError(f"{option} {folder} is the folder of the original model; write to another one")
+
+
 def check_file(file: Path, option: str) -> None:
     """Make the file's folder, and check that files can be made there.
 

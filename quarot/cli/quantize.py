@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quarot.cli import models, recipe
-from quarot.writable import check_folder
+from quarot.writable import check_apart, check_folder
 
 if TYPE_CHECKING:
     from quarot.config import QuarotConfig
@@ -35,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     check_target(options.out, options.overwrite)
+    check_apart(options.model, options.out, "--out")
     config = recipe.config_of(options)
     models.device_of(options)
 

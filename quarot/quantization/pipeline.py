@@ -109,8 +109,8 @@ def needed_windows(
         return None
     if calibration is None:
         raise ValueError(
-            f"{' and '.join(names)} need calibration text: pass calibration= (and tokenizer=), or quantise without it"
-            f" (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, no budgets)"
+            f"calibration text is needed for {', '.join(names)}: pass calibration= (and tokenizer=), or quantise"
+            f" without it (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, no budgets)"
         )
     samples, length = config.calibration_samples, config.calibration_length
     return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)

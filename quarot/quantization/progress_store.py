@@ -113,14 +113,21 @@ def check_fingerprint(folder: Path, fingerprint: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FINGERPRINT
     if path.exists():
-        with intact(path):
+        try:
             found = dict(json.loads(path.read_text()))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{path} is damaged ({error}); delete its folder and run again") from None
         differing = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
         if differing:
             raise ValueError(
                 f"{folder} holds a run with another {', '.join(differing)}; delete it or choose another folder"
             )
     else:
+        if any(folder.glob("*.safetensors")):
+            raise ValueError(
+                f"{folder} has weight files but no {FINGERPRINT}: which run they belong to is unknown; delete it or "
+                "choose another folder"
+            )
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(fingerprint, indent=1))
         os.replace(temporary, path)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from quarot.quantization.rollback import Rollback
 from quarot.quantization.selection import selected
 from quarot.quantization.training import Drawn, learn_rotation, rounds_activations, teach, training_windows, with_clips
 from quarot.rotation.checks import check_device, check_finished, check_values
+from quarot.writable import check_folder
 
 logger = logging.getLogger("quarot")
 
@@ -82,6 +84,12 @@ def quantize_model(
     check_device(device)
     config = with_preset(config, preset, fields)
     config = config.replace(rotation=_rotation_of(model, config))
+    if config.kv_bits_budget is not None and config.kv_bits_by_layer:
+        raise ValueError(
+            f"kv_bits_budget={config.kv_bits_budget} finds kv_bits_by_layer, which is given as well; drop one of them"
+        )
+    if resume_dir is not None:
+        check_folder(Path(resume_dir), "resume_dir")
     if isinstance(calibration, Iterator):
         calibration = list(calibration)  # it may be drawn from twice
     where = None if device is None else torch.device(device)

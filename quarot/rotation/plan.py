@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from quarot.field_types import check_types
+from quarot.field_types import check_seed, check_types
 from quarot.rotation.spec import HadamardSpec
 
 R1_KINDS = ("hadamard", "orthogonal", "given", None)
@@ -46,6 +46,7 @@ class RotationPlan:
 
     def __post_init__(self) -> None:
         check_types(self)
+        check_seed("seed", self.seed)
         if self.r1 not in R1_KINDS:
             raise ValueError(f"r1={self.r1!r} is not one of {R1_KINDS}")
 

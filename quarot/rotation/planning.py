@@ -10,6 +10,8 @@ from quarot.rotation.plan import R1_KINDS, RotationPlan
 from quarot.rotation.spec import HadamardSpec
 
 O_PROJ_MODES = ("heads", "full", "none")
+SWITCHES = ("seed", "r1", "r2", "o_proj_online", "r3", "r4", "down_proj_block")
+"""Arguments of :func:`quarot.rotate_model` that say how to rotate."""
 
 
 def make_plan(
@@ -37,6 +39,8 @@ def make_plan(
             raise ValueError(f"{name}={value!r} must be True or False")
     if o_proj_online not in O_PROJ_MODES:
         raise ValueError(f"o_proj_online={o_proj_online!r} is not one of {O_PROJ_MODES}")
+    if down_proj_block is not None and type(down_proj_block) is not int:
+        raise ValueError(f"down_proj_block={down_proj_block!r} must be an int, or None for the full width")
     if down_proj_block is not None and not r4:
         raise ValueError(f"down_proj_block={down_proj_block} is the block of R4, which r4=False switches off")
     notes: list[str] = []

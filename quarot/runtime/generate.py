@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quarot.calibration.windows import check_token_ids
-from quarot.field_types import check_types
+from quarot.field_types import check_seed, check_types
 from quarot.memory import out_of_memory
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
@@ -215,8 +215,7 @@ class _Numbers:
         for name in ("max_new_tokens", "prefill_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"generate: {name}={getattr(self, name)} must be at least 1")
-        if self.seed is not None and not 0 <= self.seed < 1 << 63:
-            raise ValueError(f"generate: seed={self.seed} must be from 0 to 2^63 - 1")
+        check_seed("generate: seed", self.seed)
 
 
 def _fused(model: Any) -> FusedDecoder:

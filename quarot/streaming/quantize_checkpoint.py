@@ -25,11 +25,12 @@ from quarot.quantization.pipeline import needed_windows, quantize_layers, with_f
 from quarot.quantization.presets import with_preset
 from quarot.quantization.progress_store import FINGERPRINT, fingerprint
 from quarot.quantization.selection import selected
-from quarot.rotation.checks import check_unquantized, check_values
+from quarot.rotation.checks import check_device, check_unquantized, check_values
+from quarot.rotation.planning import SWITCHES
 from quarot.rotation.rotate import Rotator
 from quarot.streaming.checkpoint import CannotStream, Checkpoint, tied_names
 from quarot.streaming.shards import ShardStore
-from quarot.writable import check_folder
+from quarot.writable import check_apart, check_folder
 
 logger = logging.getLogger("quarot")
 
@@ -86,7 +87,10 @@ def quantize_checkpoint(
         NotImplementedError, ValueError: as the functions above; or an unfinished run with other settings is in the way.
     """
     check_folder(Path(out), "out")
+    check_device(device)
+    _check_arguments(rotation, tokenizer)
     checkpoint = Checkpoint(path)
+    check_apart(checkpoint.folder, Path(out), "out")
     model = checkpoint.empty_model(dtype)
     record = architecture_of(model)
     check_unquantized(model)
@@ -173,6 +177,14 @@ class _Streamed:
         """What :meth:`fill_ends` read and the pipeline may have changed, by name; tied weights once."""
         layers, tied = architecture_of(self.model).layers + ".", tied_names(self.model)
         return {k: v for k, v in self.model.state_dict().items() if not k.startswith(layers) and k not in tied}
+
+
+def _check_arguments(rotation: Any, tokenizer: Any) -> None:
+    """What would only be noticed deep inside, or when all is done."""
+    if rotation is not None and not (isinstance(rotation, Mapping) and set(rotation) <= set(SWITCHES)):
+        raise ValueError(f"rotation={rotation!r} must be a dict with some of {list(SWITCHES)}, or None for no rotation")
+    if tokenizer is not None and not callable(getattr(tokenizer, "save_pretrained", None)):
+        raise ValueError(f"tokenizer={tokenizer!r} has no save_pretrained: pass the tokenizer itself, or None")
 
 
 def _check_streamable(config: QuarotConfig) -> None:

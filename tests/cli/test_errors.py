@@ -32,6 +32,8 @@ from quarot.cli import main
         (["quantize", "{model}", "--out", "{text}", "--method", "rtn"], "is a file"),
         (["quantize", "{model}", "--out", "{out}", "--method", "rtn", "--group-size", "100"], "100"),
         (["quantize", "{model}", "--out", "{out}", "--calibration", "{text}", "--length", "90000"], "calibration"),
+        (["quantize", "{model}", "--out", "{model}", "--method", "rtn", "--overwrite"], "folder of the original model"),
+        (["quantize", "{model}", "--out", "{model}", "--in-memory", "--overwrite"], "folder of the original model"),
         (["reproduce", "nonsense"], "no table 'nonsense'; choose from main"),
         (["reproduce", "zero-shot", "--model", "{model}"], "needs its questions"),
         (["info", "{empty}"], "no config.json"),

@@ -60,7 +60,7 @@ def test_a_dequantised_model_loads_without_quarot(quantized, moe_family, tiny_mo
     [
         ({"w_method": "gptq"}, "calibration text"),
         ({"w_method": "rtn", "overrides": {"nothing": {"w_bits": 8}}}, "matches no linear layer"),
-        ({**NOTHING, "overrides": {r".*\.experts\..*": {"w_bits": 8}}}, "GPTQ need calibration text"),
+        ({**NOTHING, "overrides": {r".*\.experts\..*": {"w_bits": 8}}}, "calibration text is needed for GPTQ"),
     ],
 )
 def test_a_refusal_leaves_the_experts_as_they_were(fields, message, moe_family, tiny_model):

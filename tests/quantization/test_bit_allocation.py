@@ -162,7 +162,10 @@ def test_a_resumed_run_allocates_the_same(tiny_model: Callable[..., Any], tmp_pa
         ({"w_bits_budget": 4.0, "w_bits_choices": []}, "w_bits_choices"),
         ({"w_bits_budget": 4.0, "overrides": {".*": {"w_bits": 4}}}, "no layer is left"),
         ({"w_bits_budget": 4.0, "w_bits": 16}, "no layer is left"),
-        ({"w_bits_budget": 4.0, "calibration": None, "w_method": "rtn"}, "w_bits_budget need calibration text"),
+        (
+            {"w_bits_budget": 4.0, "calibration": None, "w_method": "rtn"},
+            "calibration text is needed for w_bits_budget",
+        ),
     ],
 )
 def test_what_cannot_be_met_is_refused(fields: dict[str, Any], message: str, tiny_model: Callable[..., Any]) -> None:

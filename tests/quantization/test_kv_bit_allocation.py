@@ -103,7 +103,8 @@ def test_a_resumed_run_does_not_measure_again(
         ({"kv_bits_budget": 4.0, "kv_bits_choices": [5]}, ValueError, r"kv_bits_choices=\[5\]"),
         ({"kv_bits_by_layer": [[4, 4]]}, ValueError, "1 pairs for 2 decoder layers"),
         ({"kv_bits_by_layer": [[4, 5], [4, 4]]}, ValueError, "must hold a pair"),
-        ({"kv_bits_budget": 4.0, "calibration": None}, ValueError, "kv_bits_budget need calibration text"),
+        ({"kv_bits_budget": 4.0, "calibration": None}, ValueError, "calibration text is needed for kv_bits_budget"),
+        ({"kv_bits_budget": 4.0, "kv_bits_by_layer": [[4, 4], [8, 8]]}, ValueError, "given as well; drop one of them"),
         ({"kv_bits_budget": 4.0, "tune_steps": 1, "w_bits": 4}, NotImplementedError, "not trained for"),
     ],
 )

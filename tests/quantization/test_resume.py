@@ -99,8 +99,20 @@ def test_damaged_files_are_named(
     rtn: dict[str, Any] = {"w_method": "rtn", "resume_dir": tmp_path, "progress": False}
     first = quantize_model(tiny_model("llama"), **rtn)
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"{name} is damaged .*delete it and run again"):
+    whose = "its folder" if name == "fingerprint.json" else "it"
+    with pytest.raises(ValueError, match=f"{name} is damaged .*delete {whose} and run again"):
         quantize_model(tiny_model("llama"), **rtn)
-    (tmp_path / name).unlink()
+    for path in [tmp_path / name] if whose == "it" else list(tmp_path.iterdir()):
+        path.unlink()
     again = quantize_model(tiny_model("llama"), **rtn)
     assert all(torch.equal(a, b) for a, b in zip(first.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+def test_finished_layers_of_an_unknown_run_are_not_taken(tmp_path: Path, tiny_model: Callable[..., nn.Module]) -> None:
+    quantize_model(tiny_model("llama"), w_method="rtn", resume_dir=tmp_path, progress=False)
+    (tmp_path / "fingerprint.json").unlink()
+    with pytest.raises(ValueError, match=r"weight files but no fingerprint\.json: which run .* is unknown; delete it"):
+        quantize_model(tiny_model("llama", seed=3), w_method="rtn", resume_dir=tmp_path, progress=False)
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError, match=r"resume_dir .*file is a file"):
+        quantize_model(tiny_model("llama"), w_method="rtn", resume_dir=tmp_path / "file", progress=False)

@@ -138,7 +138,7 @@ def test_a_long_prompt_never_meets_a_layer_or_the_head_at_once(model, token_ids)
         ({"prefill_chunk": 0}, "prefill_chunk=0 must be at least 1"),
         ({"prefill_chunk": -5}, "prefill_chunk=-5 must be at least 1"),
         ({"seed": 1.5}, "seed=1.5 must be an int"),
-        ({"seed": 1 << 70}, "seed=1180591620717411303424 must be from 0"),
+        ({"seed": 1 << 70}, "seed=1180591620717411303424 must be a number of 64 bits"),
         ({"pad_token_id": "x"}, "pad_token_id='x' must be an int"),
         ({"eos_token_id": "</s>"}, "eos_token_id='</s>' must be a token id or several"),
         ({"eos_token_id": [1.5]}, r"eos_token_id=\[1.5\] must be a token id or several"),

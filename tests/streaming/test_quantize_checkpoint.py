@@ -273,3 +273,35 @@ def test_killed_while_writing_a_shard(source: Callable[..., Path], tmp_path: Pat
     quarot.quantize_checkpoint(path, out, **FIELDS)
     assert_same(out, in_memory(path, tmp_path / "whole", {}, **FIELDS))
     assert not work.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokenizer": "gpt2"}, "tokenizer='gpt2' has no save_pretrained"),
+        ({"rotation": "hadamard"}, "rotation='hadamard' must be a dict"),
+        ({"rotation": {"r5": True}}, r"rotation={'r5': True} must be a dict with some of \['seed', 'r1'"),
+        ({"rotation": {"device": "cpu"}}, "must be a dict with some of"),
+        ({"rotation": {"seed": 1 << 70}}, "seed=1180591620717411303424 must be a number of 64 bits"),
+        ({"rotation": {"down_proj_block": "a"}}, "down_proj_block='a' must be an int"),
+        ({"device": "gpu"}, "device='gpu' cannot be used here"),
+        ({"seed": 1 << 70}, "seed=1180591620717411303424 must be a number of 64 bits"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_told_before_the_work(
+    options: dict[str, Any], message: str, source: Callable[..., Path], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        quarot.quantize_checkpoint(source("llama"), tmp_path / "out", w_method="rtn", progress=False, **options)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+
+
+def test_the_original_is_not_overwritten(source: Callable[..., Path], tmp_path: Path) -> None:
+    folder = source("llama")
+    (tmp_path / "link").symlink_to(folder)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for out in (folder, tmp_path / "link", f"{folder}/../{folder.name}"):
+        with pytest.raises(ValueError, match="is the folder of the original model; write to another one"):
+            quarot.quantize_checkpoint(folder, out, w_method="rtn", progress=False)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
