@@ -45,8 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; the median counts (default 3)")
     group = parser.add_argument_group("recipe of random weights (default W4A4KV4)")
     for letter in "wa":
-        group.add_argument(f"--{letter}-bits", type=int, default=4, metavar="N")
-    group.add_argument("--kv-bits", type=int, default=4, metavar="N")
+        group.add_argument(f"--{letter}-bits", type=int, metavar="N")
+    group.add_argument("--kv-bits", type=int, metavar="N")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name} must be at least 1")
     if len(sizes["prompt"]) > 1:
         raise ValueError("--prompt takes one number")
-    tables = tuple(name.strip() for name in options.tables.split(",")) if options.tables else TABLES
+    tables = TABLES if options.tables is None else tuple(name.strip() for name in options.tables.split(","))
     unknown = [name for name in tables if name not in TABLES]
     if unknown:
         raise ValueError(f"--tables: no {unknown[0]!r}; choose from {', '.join(TABLES)}")
@@ -111,16 +111,16 @@ def _subjects(options: argparse.Namespace, dtype: Any, device: Any) -> dict[str,
     else:
         path = models.checked(models.resolve(options.model))
         whole, recorded = AutoConfig.from_pretrained(path), models.quantization_of(path)
+    given = {n: getattr(options, n) for n in ("w_bits", "a_bits", "kv_bits") if getattr(options, n) is not None}
     if recorded is not None and recorded.get("quant_method") == "quarot":
+        if given:
+            name, value = next(iter(given.items()))
+            option = "--" + name.replace("_", "-")
+            raise ValueError(f"{option} {value}: {options.model} is quantised already; its own recipe is measured")
         recipe = QuarotConfig.from_dict({**recorded, "overrides": {}})
     else:
-        bits = {
-            "w_bits": options.w_bits,
-            "a_bits": options.a_bits,
-            "k_bits": options.kv_bits,
-            "v_bits": options.kv_bits,
-        }
-        recipe, path = QuarotConfig(w_method="rtn", **bits), None
+        cache = given.pop("kv_bits", 4)
+        recipe, path = QuarotConfig(w_method="rtn", k_bits=cache, v_bits=cache, **given), None
     if options.layers is not None:
         whole, path = _resized(whole, options.layers), None
         pairs = itertools.cycle(recipe.kv_bits_by_layer)

@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     tasks = parse_tasks(options.tasks) if options.tasks else None
     text, calibration = load_text(options.text), load_text(options.calibration, "train")
     path = models.resolve(options.model)
+    _check_original(path)
     reproduction = Reproduction(
         tables,
         lambda: models.load(path, options),
@@ -71,17 +72,34 @@ def run(options: argparse.Namespace) -> int:
         window=options.window,
         samples=options.samples,
         length=options.length,
-        batch_size=options.batch_size or (8 if models.device_of(options).type == "cuda" else 1),
+        batch_size=_batch_size(options),
         progress=not options.quiet,
         tasks=tasks,
         limit=options.limit,
         model=options.model,
     )
-    for name, rows in reproduction.run(options.seeds).items():
+    measured = reproduction.run(options.seeds)
+    for name, rows in measured.items():
         shown = markdown(name, tables[name], rows, paper_model(options.model))
         (options.out / f"{name}.md").write_text(shown + "\n", encoding="utf-8")
         print(shown + "\n")
+    reasons = [row.get("skipped") for rows in measured.values() for row in rows]
+    if reasons and all(reasons):
+        raise ValueError(f"no setting could be measured: {reasons[0]}")
     return 0
+
+
+def _batch_size(options: argparse.Namespace) -> int:
+    if options.batch_size is not None:
+        return int(options.batch_size)
+    return 8 if models.device_of(options).type == "cuda" else 1
+
+
+def _check_original(path: str) -> None:
+    """Raise ValueError for a quantised model: its settings would all be skipped."""
+    method = (models.quantization_of(models.checked(path)) or {}).get("quant_method")
+    if method is not None:
+        raise ValueError(f"{path} is quantised by {method!r}; the experiments start from the original model")
 
 
 def _runnable(tables: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:

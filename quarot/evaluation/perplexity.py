@@ -114,10 +114,18 @@ def perplexity(
 
 def check_sizes(window: int, batch_size: int, max_windows: int | None) -> None:
     """Raise ValueError for a size that makes no sense."""
-    least = {"window": (window, 2), "batch_size": (batch_size, 1), "max_windows": (max_windows, 1)}
-    for name, (value, bound) in least.items():
-        if not (name == "max_windows" and value is None) and (not isinstance(value, int) or value < bound):
-            raise ValueError(f"{name}={value!r} must be an integer, at least {bound}")
+    if type(window) is not int or window < 2:
+        raise ValueError(f"window={window!r} must be an integer, at least 2")
+    if batch_size is None:
+        raise ValueError("batch_size=None must be an integer, at least 1")
+    check_at_least_1(batch_size=batch_size, max_windows=max_windows)
+
+
+def check_at_least_1(**sizes: int | None) -> None:
+    """Raise ValueError for a size, by name, that is neither None nor a positive integer."""
+    for name, value in sizes.items():
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name}={value!r} must be an integer, at least 1")
 
 
 def _ids(tokenizer: Any, text: str | Tensor | None) -> Tensor:

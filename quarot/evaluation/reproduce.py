@@ -19,7 +19,7 @@ from typing import Any
 import quarot
 from quarot.evaluation.half_hadamard import half_hadamard
 from quarot.evaluation.paper import Experiment, Table
-from quarot.evaluation.perplexity import encode, perplexity
+from quarot.evaluation.perplexity import check_at_least_1, check_sizes, encode, perplexity
 from quarot.evaluation.residual_stream import residual_bits
 from quarot.evaluation.sharing import retarget, run_time_of, shares_weights, weights_key, weights_of
 from quarot.progress import progress_bar
@@ -47,6 +47,9 @@ class Reproduction:
         tasks: JSON-lines files of zero-shot tables.
         limit: questions of each task; None for all.
         model: its name; rows of other models in ``out`` are left alone.
+
+    Raises:
+        ValueError: a size below 1, or a file in ``out`` that does not hold rows.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class Reproduction:
         limit: int | None = None,
         model: str = "",
     ) -> None:
+        check_sizes(window, batch_size, windows)
+        check_at_least_1(samples=samples, length=length, limit=limit)
         self.tables, self.load, self.tokenizer, self.out = tables, load, tokenizer, out
         self.windows, self.window, self.batch_size, self.progress = windows, window, batch_size, progress
         self.tasks, self.limit = tasks or {}, limit
@@ -82,6 +87,7 @@ class Reproduction:
 
     def run(self, seeds: int = 1) -> dict[str, list[Row]]:
         """Run what is missing; each row is saved as soon as it is measured. Returns the rows of these settings."""
+        check_at_least_1(seeds=seeds)
         measured: dict[str, Row] = {}
         missing: dict[str, list[tuple[str, Experiment, int]]] = {}
         for name, experiment, seed in self._wanted(seeds):
@@ -208,7 +214,15 @@ def _at_run_time(model: Any, experiment: Experiment) -> Iterator[None]:
 
 
 def _read(path: Path) -> list[Row]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    if not path.exists():
+        return []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); move it away, what it held is measured anew") from None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{path} is not a JSON list of rows; move it away, or choose another folder")
+    return rows
 
 
 def _matches(row: Row, key: Row) -> bool:

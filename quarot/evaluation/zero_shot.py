@@ -12,6 +12,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quarot.evaluation.perplexity import check_at_least_1
+
 PREFIX = {
     "arc_easy": "Question: {q}\nAnswer:",
     "arc_challenge": "Question: {q}\nAnswer:",
@@ -99,8 +101,9 @@ def zero_shot(
 
     Raises:
         ImportError: lm-eval is missing, with what to install.
-        ValueError: damaged task files.
+        ValueError: damaged task files, or a batch_size or limit below 1.
     """
+    check_at_least_1(batch_size=batch_size, limit=limit)
     try:
         from lm_eval.api.instance import Instance
         from lm_eval.models.huggingface import HFLM

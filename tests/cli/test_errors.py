@@ -54,6 +54,7 @@ from quarot.cli import main
         (["reproduce", "main", "--model", "{model}", "--out", "/proc/out"], "cannot write to /proc"),
         (["bench", "{model}", "--quick", "--out", "/proc/out"], "cannot write to /proc"),
         (["bench", "{model}", "--batch", "0"], "--batch must be at least 1"),
+        (["bench", "{model}", "--tables", ""], "no ''; choose from block prefill"),
         (["bench", "{model}", "--tables", "speed"], "no 'speed'; choose from block prefill"),
         (["bench", "{model}", "--tokens", "many"], "write whole numbers"),
     ],
@@ -68,6 +69,20 @@ def test_one_line_and_status_1(arguments, message, model_folder, text_file, tmp_
     assert error.startswith("error: ")
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_experiments_start_from_the_original_model(model_folder, text_file, tmp_path, capsys):
+    quantized = str(tmp_path / "q")
+    assert main(["quantize", str(model_folder), "--out", quantized, "--method", "rtn", "--quiet"]) == 0
+    texts = ["--text", str(text_file), "--calibration", str(text_file), "--out", str(tmp_path / "results"), "--quiet"]
+    assert main(["reproduce", "main", "--model", quantized, *texts]) == 1
+    assert "start from the original model" in capsys.readouterr().err
+    assert main(["bench", quantized, "--quick", "--w-bits", "8", "--quiet"]) == 1
+    assert "--w-bits 8: " in capsys.readouterr().err
+    assert (
+        main(["reproduce", "main", "--model", str(model_folder), *texts, "--window", "100000", "--length", "32"]) == 1
+    )
+    assert "no setting could be measured: " in capsys.readouterr().err
 
 
 def test_truncated_weights_are_named(model_folder, tmp_path, capsys):

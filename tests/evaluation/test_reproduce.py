@@ -190,3 +190,27 @@ def test_zero_shot_rows_show_the_papers_below():
     assert "| w4a4kv4-gptq | 25.00 | 75.00 | 50.00 |" in shown
     assert "| the paper's | 76.77 | 70.39 | 65.64 |" in shown
     assert "the paper's" not in markdown("zero-shot", table, rows, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"windows": 0}, {"window": 1}, {"samples": -3}, {"length": 0}, {"batch_size": 0}, {"limit": -1}],
+    ids=str,
+)
+def test_sizes_below_one_are_no_reason_to_skip_every_row(change, tiny_model, tmp_path):
+    (name,) = change
+    name = "max_windows" if name == "windows" else name
+    with pytest.raises(ValueError, match=f"{name}={next(iter(change.values()))} must be an integer, at least"):
+        reproduction(tiny_model, tmp_path, Table("Title", (Experiment("full", None),)), **change)
+
+
+def test_no_seeds(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="seeds=0 must be"):
+        reproduction(tiny_model, tmp_path, Table("Title", (Experiment("full", None),))).run(seeds=0)
+
+
+@pytest.mark.parametrize(("content", "message"), [("{", "damaged"), ("{}", "list of rows"), ("[3]", "list of rows")])
+def test_damaged_results_are_named(content, message, tiny_model, tmp_path):
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"t\.json is .*{message}.*move it away"):
+        reproduction(tiny_model, tmp_path, Table("Title", (Experiment("full", None),)))
