@@ -87,6 +87,8 @@ def perplexity(
     ids = _ids(tokenizer, text)
     check_token_ids(model, ids)
     count = len(ids) // window
+    if not len(ids):
+        raise ValueError("the text is empty")
     if count == 0:
         raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of {window}: pass window={len(ids)}")
     count = min(count, max_windows or count)
@@ -131,6 +133,8 @@ def check_at_least_1(**sizes: int | None) -> None:
 def _ids(tokenizer: Any, text: str | Tensor | None) -> Tensor:
     ids = tokenizer if text is None else text
     if isinstance(ids, str):
+        if not callable(tokenizer):
+            raise ValueError("a perplexity of text needs a tokenizer: perplexity(model, tokenizer, text)")
         ids = encode(tokenizer, ids)
     if not isinstance(ids, Tensor) or ids.is_floating_point():
         raise ValueError("perplexity needs a tokenizer and a text, or integer token ids")

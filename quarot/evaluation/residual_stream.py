@@ -26,11 +26,16 @@ def residual_bits(model: Any, bits: int, clip: float | None = None) -> Iterator[
 
     Args:
         model: of a supported family, rotated or not, quantised or not.
-        bits: 4, 6 or 8, symmetric, one scale per token; 16 changes nothing.
+        bits: 2 to 8, symmetric, one scale per token; 16 changes nothing.
         clip: constant clip ratio; the default is 1.0, and at 4 bits the 0.9 of activations. (With 6 bits 0.9 costs far
             more than it gains: what is clipped is carried along by all layers behind.)
+
+    Raises:
+        ValueError: other bits.
     """
     record = architecture_of(model)
+    if type(bits) is not int or not (2 <= bits <= 8 or bits == 16):
+        raise ValueError(f"residual_bits={bits!r} must be from 2 to 8, or 16 to change nothing")
     ratio = (0.9 if bits == 4 else 1.0) if clip is None else clip
 
     def rounded(x: Tensor) -> Tensor:

@@ -191,6 +191,9 @@ class GrowingTable:
     def select(self, rows: Tensor) -> None:
         """Rows in a new order, some perhaps dropped or repeated; repeated rows share their pages."""
         order = rows.tolist()
+        wrong = next((row for row in order if type(row) is not int or not 0 <= row < len(self.rows)), None)
+        if wrong is not None:
+            raise ValueError(f"QuantKVCache holds {len(self.rows)} rows, and row {wrong} was asked for")
         chosen = [list(self.rows[row]) for row in order]
         for row in chosen:
             for page in row:

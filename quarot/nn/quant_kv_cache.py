@@ -10,6 +10,7 @@ Notation: B rows, T new tokens, P tokens a page, D head_dim.
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -102,8 +103,13 @@ class QuantKVCache(Cache):
             config = model.config if config is None else config
             if model.config._attn_implementation != "quarot":
                 model.set_attn_implementation("quarot")
-        if config is None:
-            raise ValueError("QuantKVCache needs the model's configuration: QuantKVCache(model.config)")
+        if config is None or not hasattr(config, "get_text_config"):
+            raise ValueError(
+                f"QuantKVCache needs a model's configuration, QuantKVCache(model.config), not {config!r:.80}"
+            )
+        for name, value in (("rotate", rotate), ("offloading", offloading)):
+            if value not in (None, True, False):
+                raise ValueError(f"{name}={value!r} must be True or False")
         text_config = config.get_text_config(decoder=True)
         count = text_config.num_hidden_layers
         passed: dict[str, Any] = {"key_bits": key_bits, "value_bits": value_bits, "group": group}
@@ -144,6 +150,9 @@ class QuantKVCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         """Take the new tokens of a layer [B, kv_heads, T, D]; returns a :class:`KVHandle`, as keys and as values."""
+        if layer_idx >= len(self.layers):
+            self.failed()
+            raise ValueError(f"QuantKVCache for {len(self.layers)} layers was given to a model with more of them")
         layer = self.layers[layer_idx]
         if layer.first:
             self.table.settle()
@@ -220,6 +229,10 @@ class QuantKVCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last tokens of every row: ``crop(-n)`` drops n columns; a positive number is the length to keep."""
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)  # transformers passes tensors of one number
+        except TypeError:
+            raise ValueError(f"crop({tokens_to_remove!r}): the number of tokens must be an int") from None
         if tokens_to_remove > 0:
             tokens_to_remove = min(tokens_to_remove - int(self.get_seq_length()), 0)
         self.table.crop(-tokens_to_remove)
@@ -230,6 +243,8 @@ class QuantKVCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every row ``repeats`` times, one after the other; growing caches share the pages until a row writes."""
+        if type(repeats) is not int or repeats < 1:
+            raise ValueError(f"batch_repeat_interleave({repeats!r}): rows can be repeated once or more often")
         self._select(torch.arange(self.table.batch).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor | Sequence[int]) -> None:

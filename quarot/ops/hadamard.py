@@ -27,8 +27,8 @@ def _scaled_matrix(order: int, scale: float, dtype: torch.dtype, device: torch.d
 
 def check_shape(x: torch.Tensor, order: int, pow2: int, inner: int) -> None:
     """Raise unless x is floating point and its last dimension a multiple of ``order * pow2 * inner``."""
-    if not x.is_floating_point():
-        raise TypeError(f"hadamard: x must be floating point, got {x.dtype}")
+    if not x.is_floating_point() or x.itemsize < 2:
+        raise TypeError(f"hadamard: x must be floating point of 16 bits or more, got {x.dtype}")
     if x.dim() == 0 or min(order, pow2, inner) < 1 or pow2 & (pow2 - 1) or x.shape[-1] % (order * pow2 * inner):
         raise ValueError(
             f"hadamard: the last dimension of x {tuple(x.shape)} must be a multiple of "

@@ -28,7 +28,7 @@ class HadamardSpec:
     def __post_init__(self) -> None:
         for name in ("size", "order", "pow2", "inner"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise ValueError(f"HadamardSpec: {name} must be a positive integer, got {value!r}")
         if self.pow2 & (self.pow2 - 1):
             raise ValueError(f"HadamardSpec: pow2 must be a power of two, got {self.pow2}")

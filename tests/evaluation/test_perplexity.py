@@ -83,6 +83,10 @@ def test_refuses_sizes_that_do_not_fit(tiny_model, ids, arguments, message):
 def test_refuses_a_missing_text(tiny_model):
     with pytest.raises(ValueError, match="needs a tokenizer and a text"):
         perplexity(tiny_model("llama"), object(), progress=False)
+    with pytest.raises(ValueError, match="of text needs a tokenizer"):
+        perplexity(tiny_model("llama"), "a text", progress=False)
+    with pytest.raises(ValueError, match="the text is empty"):
+        perplexity(tiny_model("llama"), torch.empty(0, dtype=torch.int64), progress=False)
 
 
 def test_names_the_window_that_overflows(tiny_model, ids):

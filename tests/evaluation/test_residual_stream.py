@@ -71,3 +71,12 @@ def test_a_quantised_model_leaves_its_fused_path_meanwhile(
         with residual_bits(model, 4):
             assert not torch.allclose(model(token_ids).logits, before, rtol=1e-3)
         assert torch.equal(model(token_ids).logits, before)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 9, 2.5, "4", None, True])
+def test_wrong_bits_are_told_before_anything_is_hooked(bits: Any, tiny_model: Callable[..., Any]) -> None:
+    with (
+        pytest.raises(ValueError, match=f"residual_bits={bits!r} must be from 2 to 8"),
+        residual_bits(tiny_model("llama"), bits),
+    ):
+        pass

@@ -105,8 +105,8 @@ def test_keys_and_values_are_clipped_each_by_its_own_ratio(bits: tuple[int, int]
     [
         ("key_bits", 5), ("value_bits", 4.0), ("group", -1), ("group", 0),
         ("key_clip", float("nan")), ("key_clip", -1.0), ("value_clip", 0.0), ("value_clip", 1.5),
-        ("page_size", "64"), ("page_size", 0), ("reserve", -1), ("max_batch", 0),
-        ("max_length", -4),
+        ("rotate", "no"), ("offloading", "yes"), ("page_size", "64"), ("page_size", 0), ("reserve", -1),
+        ("max_batch", 0), ("max_length", -4),
     ],
 )  # fmt: skip
 def test_wrong_options_of_the_cache_are_refused_by_name(option: str, value: object) -> None:

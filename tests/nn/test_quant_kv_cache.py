@@ -370,8 +370,23 @@ def test_errors_say_what_does_not_fit():
         push(new_cache(max_batch=2, max_length=16), *tokens(3, 17))
     with pytest.raises(AttributeError, match="set_attn_implementation"):
         _ = cache.update(*tokens(2, 1), 0)[0].shape
+    with pytest.raises(ValueError, match="for 2 layers was given to a model with more"):
+        cache.update(*tokens(2, 1), LAYERS)
+    for wrong in (2.5, "3", None):
+        with pytest.raises(ValueError, match=r"crop\(.*\): the number of tokens must be an int"):
+            cache.crop(wrong)
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=r"batch_repeat_interleave\("):
+            cache.batch_repeat_interleave(wrong)
+    for wrong in ([5, 0], [-1, 0], [0.0, 1.0]):
+        with pytest.raises(ValueError, match=r"holds 2 rows, and row (5|-1|0\.0) was asked for"):
+            cache.reorder_cache(torch.tensor(wrong))
+    with pytest.raises(ValueError, match=r"QuantKVCache\(model\.config\), not Attention\(\)"):
+        QuantKVCache(Attention())
     push(cache, *tokens(2, 1))
     assert cache.get_seq_length() == 6
+    cache.crop(torch.tensor(-2))  # as assisted generation does
+    assert cache.get_seq_length() == 4
 
 
 def test_memory_and_repr():

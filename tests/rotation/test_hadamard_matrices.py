@@ -176,6 +176,10 @@ def test_errors_say_what_to_do() -> None:
         hadamard(torch.ones(2, 16), 12, 2, 1)
     with pytest.raises(TypeError, match="floating point"):
         hadamard(torch.ones(2, 16, dtype=torch.int8), 1, 16, 1)
+    with pytest.raises(TypeError, match=r"16 bits or more, got torch.float8_e4m3fn"):
+        hadamard(torch.ones(2, 16).to(torch.float8_e4m3fn), 1, 16, 1)
+    with pytest.raises(ValueError, match="size must be a positive integer, got True"):
+        HadamardSpec(True, 1, 1)
     with pytest.raises(ValueError, match="order 92 is known here"):
         hadamard_matrix(92)
 
