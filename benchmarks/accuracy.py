@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy_settings import SETTINGS
+from accuracy_settings import SETTINGS, Setting
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quarot
@@ -38,8 +38,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--second-text", help="another text, a file, evaluated with the same models")
     parser.add_argument("--second-windows", type=int, default=40, help="windows of it (default 40)")
     parser.add_argument("--calibration", required=True, help="calibration text, a file")
-    parser.add_argument("--settings", default=",".join(SETTINGS), help="comma-separated names (default: all)")
+    parser.add_argument(
+        "--settings", default=",".join(SETTINGS), help="comma-separated names, of settings or tables (default: all)"
+    )
     parser.add_argument("--seeds", type=int, help="seeds 0 .. n-1 for every setting, in place of its own count")
+    parser.add_argument("--first-seed", type=int, default=0, help="... or from this one on")
     parser.add_argument("--windows", type=int, help="evaluate only this many windows")
     parser.add_argument("--samples", type=int, default=128, help="calibration windows")
     parser.add_argument(
@@ -52,9 +55,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no further setting after this long")
     parser.add_argument("--force", action="store_true", help="measure again what is in the results file")
     options = parser.parse_args()
-    unknown = sorted(set(options.settings.split(",")) - set(SETTINGS))
+    tables = {setting.table for setting in SETTINGS.values()}
+    unknown = sorted(set(options.settings.split(",")) - set(SETTINGS) - tables)
     if unknown:
-        parser.error(f"unknown settings {unknown}; known: {', '.join(SETTINGS)}")
+        parser.error(f"unknown settings {unknown}; known: {', '.join(sorted(tables))}, {', '.join(SETTINGS)}")
     return options
 
 
@@ -68,19 +72,44 @@ def fields_of(name: str, seed: int, options: argparse.Namespace) -> dict[str, An
 
 def key_of(name: str, seed: int, options: argparse.Namespace) -> str:
     """Equal for runs that share quantised weights."""
-    return weights_key(SETTINGS[name].rotate, fields_of(name, seed, options), seed)
+    key = weights_key(SETTINGS[name].rotate, fields_of(name, seed, options), seed)
+    return key if SETTINGS[name].candidates == 1 else key + name  # a search looks at the bits of activations too
 
 
 def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any) -> Any:
     """The model at one setting."""
     setting = SETTINGS[name]
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=getattr(torch, options.dtype)).to(options.device)
+
+    def load() -> Any:
+        dtype = getattr(torch, options.dtype)
+        return AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype).to(options.device)
+
+    rotation_seed = seed
+    if setting.candidates > 1:
+        rotation_seed = _searched(setting, seed, load, options, tokenizer)
+    model = load()
     if setting.rotate is not None:
-        quarot.rotate_model(model, seed=seed, progress=False, **setting.rotate)
+        quarot.rotate_model(model, seed=rotation_seed, progress=False, **setting.rotate)
     if (fields := fields_of(name, seed, options)) is not None:
         text = Path(options.calibration)
         quarot.quantize_model(model, tokenizer=tokenizer, calibration=text, progress=False, **fields)
     return model
+
+
+def _searched(setting: Setting, seed: int, load: Any, options: argparse.Namespace, tokenizer: Any) -> int:
+    """The best of the candidates that belong to this seed."""
+    bits = {name: value for name, value in (setting.quantize or {}).items() if name.endswith("bits")}
+    best, found = quarot.search_seed(
+        load,
+        range(seed * setting.candidates, (seed + 1) * setting.candidates),
+        quarot.QuarotConfig(**bits),
+        tokenizer=tokenizer,
+        calibration=Path(options.calibration),
+        progress=False,
+        **(setting.rotate or {}),
+    )
+    print("perplexities by seed:", {candidate: round(ppl, 2) for candidate, ppl in found.items()}, flush=True)
+    return best
 
 
 def _overrides(options: argparse.Namespace) -> dict[str, Any]:
@@ -147,13 +176,17 @@ def write(rows: list[dict[str, Any]], path: Path) -> None:
 
 def runs(options: argparse.Namespace) -> list[tuple[str, int]]:
     """(setting, seed) in the order asked for, except that runs which share weights follow each other."""
-    asked = [
-        (name, seed) for name in options.settings.split(",") for seed in range(options.seeds or SETTINGS[name].seeds)
-    ]
+    first, wanted = options.first_seed, options.settings.split(",")
+    names = dict.fromkeys(n for w in wanted for n in ([w] if w in SETTINGS else _of_table(w)))
+    asked = [(n, seed) for n in names for seed in range(first, first + (options.seeds or SETTINGS[n].seeds))]
     place: dict[str, int] = {}
     for index, run in enumerate(asked):
         place.setdefault(key_of(*run, options), index)
     return sorted(asked, key=lambda run: place[key_of(*run, options)])
+
+
+def _of_table(table: str) -> list[str]:
+    return [name for name, setting in SETTINGS.items() if setting.table == table]
 
 
 def main() -> int:

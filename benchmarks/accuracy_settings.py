@@ -10,12 +10,21 @@ from typing import Any, NamedTuple
 
 
 class Setting(NamedTuple):
-    """``table`` groups settings in reports; ``rotate`` None leaves the model as it is; ``seeds`` counts the runs."""
+    """One experiment.
+
+    Attributes:
+        table: groups settings in reports.
+        rotate: None leaves the model as it is.
+        quantize: None leaves it in full precision.
+        seeds: counts the runs.
+        candidates: seeds that `quarot.search_seed` chooses the rotation's from; 1: it is the run's.
+    """
 
     table: str
     rotate: dict[str, Any] | None
     quantize: dict[str, Any] | None
     seeds: int = 1
+    candidates: int = 1
 
 
 def _bits(w: int, a: int, k: int, v: int | None = None, **fields: Any) -> dict[str, Any]:
@@ -27,6 +36,35 @@ _BEST: dict[str, Any] = {"preset": "best"}
 _DEFAULT: dict[str, Any] = {}
 _NONE: dict[str, Any] = {"o_proj_online": "none"}
 _ORTHOGONAL: dict[str, Any] = {"r1": "orthogonal"}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "act_order": {"gptq_act_order": True},
+    "damping-0.001": {"gptq_damping": 0.001},
+    "damping-0.1": {"gptq_damping": 0.1},
+    "weighted_clip": {"gptq_weighted_clip": True},
+    "clip_search": {"gptq_clip_search": True},
+    "clip_search-act_order": {"gptq_clip_search": True, "gptq_act_order": True},
+    "relative_error": {"gptq_relative_error": True},
+    "bias_correction": {"gptq_bias_correction": True},
+    "quantized_inputs": {"gptq_quantized_inputs": True},
+    "asymmetric": {"gptq_quantized_inputs": True, "gptq_asymmetric": True},
+    "asymmetric-damping-0.1": {"gptq_quantized_inputs": True, "gptq_asymmetric": True, "gptq_damping": 0.1},
+    "a_clip_search": {"a_clip_search": True},
+    "w_bits_budget": {"w_bits_budget": 4.0},
+    "kv_bits_budget": {"kv_bits_budget": 4.0},
+    "rotation": {"gptq_quantized_inputs": True, "rotation_steps": 200, "tune_batch_size": 4},
+    "tuning": {
+        "gptq_quantized_inputs": True,
+        "tune_steps": 200,
+        "tune_batch_size": 4,
+        "tune_learning_rate": 0.003,
+    },
+}
+"""What each accuracy option adds to plain GPTQ, alone; ``nothing`` is what they are compared with."""
+
+_BASES = {"w4a4kv4": _bits(4, 4, 4), "w4a8kv4": _bits(4, 8, 4), "w4a16": _bits(4, 16, 16)}
+_SEED_SEARCH = 6
 
 SETTINGS: dict[str, Setting] = {
     "full": Setting("baseline", None, None),
@@ -66,4 +104,13 @@ SETTINGS: dict[str, Setting] = {
     "kv2": Setting("cache only", _DEFAULT, _bits(16, 16, 2)),
     "k4v2": Setting("cache only", _DEFAULT, _bits(16, 16, 4, 2)),
     "k2v4": Setting("cache only", _DEFAULT, _bits(16, 16, 2, 4)),
+    **{
+        f"{base}+{option}": Setting("options", _DEFAULT, {**bits, **fields})
+        for option, fields in OPTIONS.items()
+        for base, bits in _BASES.items()
+    },
+    **{
+        f"{base}+search_seed": Setting("options", _DEFAULT, bits, candidates=_SEED_SEARCH)
+        for base, bits in _BASES.items()
+    },
 }

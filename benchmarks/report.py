@@ -149,7 +149,11 @@ def accuracy_table(results: Path = RESULTS, brief: bool = False) -> str:
     """
     groups: dict[tuple[Any, ...], dict[Any, dict[str, Any]]] = {}
     for row in read(results / "accuracy-smollm2.json"):
-        if row.get("ppl") is None or (brief and (row["table"] == "agreement" or row["windows"] < _FEW_WINDOWS)):
+        if (
+            row.get("ppl") is None
+            or row["table"] == "options"
+            or (brief and (row["table"] == "agreement" or row["windows"] < _FEW_WINDOWS))
+        ):
             continue
         fields = ", ".join(f"{name}={value}" for name, value in sorted((row.get("fields") or {}).items()))
         key = (*(row.get(name) for name in ("table", "setting", "windows", "text")), fields)
@@ -170,6 +174,44 @@ def accuracy_table(results: Path = RESULTS, brief: bool = False) -> str:
     columns = ("table", "setting", "ppl", "seeds", "range", "windows", "text", "commit")
     columns += ("options",) if any(row["options"] for row in shown) else ()
     return "Each row is of the newest commit that its setting was measured at.\n\n" + table(shown, columns)
+
+
+def options_table(results: Path = RESULTS) -> str:
+    """What each accuracy option changes: perplexities of plain GPTQ with it alone, means over seeds.
+
+    The first row is without any. Seconds are those of quantising, beyond that row's.
+    """
+    cells: dict[tuple[str, str, str], list[float]] = {}
+    seconds: dict[str, list[float]] = {}
+    rows = [row for row in read(results / "accuracy-smollm2.json") if row["table"] == "options"]
+    for row in rows:
+        base, _, option = row["setting"].partition("+")
+        cells.setdefault((option, base, row["text"]), []).append(row["ppl"])
+        if row["quantize_s"] > 1:  # else the weights are those of another row
+            seconds.setdefault(option, []).append(row["quantize_s"])
+    if not rows:
+        return "No measurements yet."
+    columns = list(dict.fromkeys((base, text) for _, base, text in cells))
+    columns.sort(key=lambda column: [text for _, text in columns].index(column[1]))
+    own = {option: sum(values) / len(values) for option, values in seconds.items()}
+    plain = own.get("nothing", 0.0)
+    shown = []
+    for option in dict.fromkeys(option for option, _, _ in cells):
+        found = {f"{b} {_short(t)}": cells[option, b, t] for b, t in columns if (option, b, t) in cells}
+        means = {name: f"{sum(values) / len(values):.4g}" for name, values in found.items()}
+        seeds = max(map(len, found.values()))
+        cost = f"{own[option]:.0f} s" if option == "nothing" else f"{own[option] - plain:+.0f} s"
+        shown.append({"option": option, **means, "seeds": seeds, "cost": cost})
+    names = [f"{base} {_short(text)}" for base, text in columns]
+    windows = ", ".join(f"{w} windows of {t}" for t, w in dict.fromkeys((r["text"], r["windows"]) for r in rows))
+    samples = ", ".join(sorted({str(row.get("samples", 128)) for row in rows}))
+    note = f"{windows}; calibrated on {samples} windows; {_commits(rows)}."
+    return table(shown, ("option", *names, "seeds", "cost")) + "\n\n" + note
+
+
+def _short(text: str) -> str:
+    """``wikitext2``, ``lambada``."""
+    return text.partition("-")[0]
 
 
 def fill(text: str, name: str, content: str) -> str:
@@ -235,7 +277,11 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.readme:
         write_readme()
-        tables = (("benchmarks", "speed", speed_tables()), ("accuracy", "accuracy", accuracy_table()))
+        tables = (
+            ("benchmarks", "speed", speed_tables()),
+            ("accuracy", "accuracy", accuracy_table()),
+            ("accuracy", "options", options_table()),
+        )
         for name, marker, content in tables:
             page = ROOT / "docs" / f"{name}.md"
             page.write_text(fill(page.read_text(encoding="utf-8"), marker, content), encoding="utf-8")

@@ -65,6 +65,8 @@ class QuarotConfig(QuantizationConfigMixin):
         gptq_asymmetric: fit each layer to the full-precision model's output, so that it also corrects the error made
             upstream (in the manner of GPTAQ); a second set of hidden states and a second copy of one decoder layer.
         gptq_weighted_clip: weigh the clip search by the Hessian's diagonal.
+        gptq_clip_search: try several factors on the scales of each output channel and keep the one with which GPTQ ends
+            at the least error of the layer's output; the clip search before it only knows the weights.
         gptq_relative_error: count the error of layers that write to the residual stream relative to the stream's size
             at each token, so that single tokens with massive activations do not dominate.
         gptq_bias_correction: add the mean error of a layer's output to its bias, where it has one.
@@ -128,6 +130,7 @@ class QuarotConfig(QuantizationConfigMixin):
     gptq_quantized_inputs: bool = False
     gptq_asymmetric: bool = False
     gptq_weighted_clip: bool = False
+    gptq_clip_search: bool = False
     gptq_bias_correction: bool = False
     gptq_relative_error: bool = False
     a_clip_search: bool = False

@@ -11,6 +11,8 @@ upper triangular ``R = J L J``, hence ``U = R^-1``. (The usual route factorises,
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,6 +24,8 @@ from quarot.quantization.rtn import finished
 logger = logging.getLogger("quarot")
 
 _LARGEST_DAMPING = 1e6
+SCALE_FACTORS = (1.0, 0.95, 1.05, 0.9, 1.1, 0.85, 1.15, 0.8, 1.2, 0.75, 0.7)
+"""Factors on the scales of the clip search that GPTQ itself is asked about (``gptq_clip_search``)."""
 
 
 @tf32(False)
@@ -37,6 +41,7 @@ def quantize_gptq(
     act_order: bool = False,
     block_size: int = 128,
     weigh_search: bool = False,
+    factors: Sequence[float] = (1.0,),
     latent: torch.Tensor | None = None,
     name: str = "weight",
 ) -> QuantizedWeight:
@@ -52,6 +57,8 @@ def quantize_gptq(
         act_order: round the columns in the order of falling diagonal of H. Codes come back in the original order.
         block_size: columns between two updates of everything behind them (speed, not results).
         weigh_search: weigh the clip search by the diagonal of H instead of uniformly.
+        factors: on the scales of an output. All are tried, and each output keeps the one with which GPTQ itself ends at
+            the least loss (of the damped H), the first of equals.
         latent: fp32 [N, K], filled with the weights as they were when they were rounded, in units of their scale (with
             the zero added): where tuning starts from.
         name: of the layer, for messages.
@@ -63,7 +70,7 @@ def quantize_gptq(
     Raises:
         ValueError: the Hessian or the weight is not finite, or the group size does not divide K.
     """
-    weight = weight.float().clone()
+    weight = weight.float()
     check_finite(weight, hessian, name)
     k = weight.shape[1]
     diagonal = hessian.diagonal().float()
@@ -72,48 +79,108 @@ def quantize_gptq(
     # A group without any live input takes its scale from all of them.
     unseen = dead & ~dead.view(-1, size).all(1).repeat_interleave(size)
 
-    def grid_of(start: int, end: int) -> Grid:
-        factors = diagonal[start:end] if weigh_search else None
-        seen = weight[:, start:end].masked_fill(unseen[start:end], 0)
-        return find_grid(seen, bits, symmetric=symmetric, group_size=size, search=search, importance=factors)
-
-    dynamic = size < k and not act_order
-    empty = weight.new_zeros(weight.shape[0], k // size)
-    grid = Grid(empty, None if symmetric else empty.clone(), bits) if dynamic else grid_of(0, k)
+    def grid_of(columns: torch.Tensor, start: int) -> Grid:
+        part = slice(start, start + columns.shape[1])
+        importance = diagonal[part] if weigh_search else None
+        seen = columns.masked_fill(unseen[part], 0)
+        return find_grid(seen, bits, symmetric=symmetric, group_size=size, search=search, importance=importance)
 
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
+    static = grid_of(weight, 0) if act_order or size == k else None
     if order is not None:
         weight, hessian = weight[:, order], hessian[order][:, order]
     column_group = (torch.arange(k, device=weight.device) if order is None else order) // size
-    upper = inverse_factor(hessian, damping, name)
+    walk = _Walk(weight, inverse_factor(hessian, damping, name), bits, symmetric, column_group, size, block_size)
+    best = walk.run(factors[0], static, grid_of, latent is not None)
+    for factor in factors[1:]:
+        best.keep_better(walk.run(factor, static, grid_of, latent is not None))
+    back = slice(None) if order is None else torch.argsort(order)
+    if latent is not None and best.latent is not None:
+        latent.copy_(best.latent[:, back])
+    return finished(best.codes[:, back], best.grid)
 
-    codes = torch.empty_like(weight)
-    start = 0
-    while start < k:
-        end = min(start + block_size, k)
-        if dynamic:
-            end = min(end, (start // size + 1) * size)
-            if start % size == 0:
-                fresh = grid_of(start, start + size)
-                grid.scale[:, start // size] = fresh.scale[:, 0]
-                if grid.zero is not None and fresh.zero is not None:
-                    grid.zero[:, start // size] = fresh.zero[:, 0]
-        columns = column_group[start:end]
-        scale, zero = grid.scale[:, columns].T, None if grid.zero is None else grid.zero[:, columns].T
-        rounded = rounder(end - start, weight.shape[0], bits, symmetric, weight.device)
-        block, errors, before = rounded(weight[:, start:end].T, upper[start:end, start:end], scale, zero)
-        codes[:, start:end] = block.T
-        if latent is not None:
-            exact = before if zero is None else before + zero * scale
-            latent[:, start:end] = (exact / scale).masked_fill_(scale <= 0, 0.0).T
-        weight[:, end:] -= errors.T @ upper[start:end, end:]
-        start = end
-    if order is not None:
-        back = torch.argsort(order)
-        codes = codes[:, back]
-        if latent is not None:
-            latent.copy_(latent[:, back])
-    return finished(codes, grid)
+
+@dataclass
+class _Rounded:
+    """Where one walk over the columns ended: fp32 ``codes`` and ``latent`` [N, K], and the loss of each output [N]."""
+
+    codes: torch.Tensor
+    grid: Grid
+    latent: torch.Tensor | None
+    loss: torch.Tensor
+
+    def keep_better(self, other: _Rounded) -> None:
+        """Take over the outputs that the other walk served better."""
+        rows = other.loss < self.loss
+        pairs = [(self.codes, other.codes), (self.grid.scale, other.grid.scale), (self.grid.zero, other.grid.zero)]
+        for mine, its in (*pairs, (self.latent, other.latent), (self.loss, other.loss)):
+            if mine is not None and its is not None:
+                mine[rows] = its[rows]
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Rounds the columns of a weight, block by block, in the order in which they stand.
+
+    Attributes:
+        weight: fp32 [N, K]; not changed.
+        upper: of :func:`inverse_factor`.
+        column_group: int64 [K], the group of each column; ``size`` columns share one.
+    """
+
+    weight: torch.Tensor
+    upper: torch.Tensor
+    bits: int
+    symmetric: bool
+    column_group: torch.Tensor
+    size: int
+    block_size: int
+
+    def run(
+        self, factor: float, static: Grid | None, grid_of: Callable[[torch.Tensor, int], Grid], keep_latent: bool
+    ) -> _Rounded:
+        """One walk with all scales times ``factor``.
+
+        Args:
+            static: the grid of all groups; None: of each group when its first column is reached.
+            grid_of: finds the grid of columns as they are now, given the first one's index.
+            keep_latent: also return the weights as they were when they were rounded, in units of their scale.
+        """
+        weight = self.weight.clone()
+        n, k = weight.shape
+        scales = weight.new_zeros(n, k // self.size)
+        grid = Grid(scales, None if self.symmetric else scales.clone(), self.bits)
+        if static is not None:
+            _set(grid, slice(None), static, factor)
+        codes, loss = torch.empty_like(weight), weight.new_zeros(n)
+        latent = torch.empty_like(weight) if keep_latent else None
+        start = 0
+        while start < k:
+            end = min(start + self.block_size, k)
+            if static is None:
+                end = min(end, (start // self.size + 1) * self.size)
+                if start % self.size == 0:
+                    fresh = grid_of(weight[:, start : start + self.size], start)
+                    _set(grid, slice(start // self.size, start // self.size + 1), fresh, factor)
+            columns = self.column_group[start:end]
+            scale, zero = grid.scale[:, columns].T, None if grid.zero is None else grid.zero[:, columns].T
+            rounded = rounder(end - start, n, self.bits, self.symmetric, weight.device)
+            block, errors, before = rounded(weight[:, start:end].T, self.upper[start:end, start:end], scale, zero)
+            codes[:, start:end] = block.T
+            loss += errors.square().sum(0)
+            if latent is not None:
+                exact = before if zero is None else before + zero * scale
+                latent[:, start:end] = (exact / scale).masked_fill_(scale <= 0, 0.0).T
+            weight[:, end:] -= errors.T @ self.upper[start:end, end:]
+            start = end
+        return _Rounded(codes, grid, latent, loss)
+
+
+def _set(grid: Grid, groups: slice, found: Grid, factor: float) -> None:
+    """Write the grid of some groups, its scales times ``factor`` (zeros are in units of the scale)."""
+    grid.scale[:, groups] = found.scale * factor
+    if grid.zero is not None and found.zero is not None:
+        grid.zero[:, groups] = found.zero
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") -> torch.Tensor:

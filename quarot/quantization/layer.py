@@ -18,7 +18,7 @@ from quarot.config import QuarotConfig
 from quarot.nn.expert_list import ExpertList
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.quantization.expert_moments import chunks, routed_moments, top_up
-from quarot.quantization.gptq import check_finite, quantize_gptq
+from quarot.quantization.gptq import SCALE_FACTORS, check_finite, quantize_gptq
 from quarot.quantization.grid import QuantizedWeight
 from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rtn import positions, quantize_rtn
@@ -170,6 +170,7 @@ class LayerQuantizer:
                 act_order=config.gptq_act_order,
                 block_size=config.gptq_block_size,
                 weigh_search=config.gptq_weighted_clip,
+                factors=SCALE_FACTORS if config.gptq_clip_search else (1.0,),
                 latent=latent,
                 name=name,
             )

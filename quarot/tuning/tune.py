@@ -17,6 +17,7 @@ from torch import nn
 
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
+from quarot.integrations.transformers.plain_attention import fused_float32_attention
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.precision import tf32
 from quarot.quantization.stages import stages
@@ -33,7 +34,7 @@ def final_states(model: Any, windows: torch.Tensor, batch_size: int) -> torch.Te
     """Outputs of the final norm for windows [W, T]: [W, T, hidden]; on a GPU bfloat16, of TF32 products."""
     device = model.get_input_embeddings().weight.device
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with tf32(True):
+    with tf32(True), fused_float32_attention(model):
         return torch.cat([_states(model, ids.to(device)).to(kind) for ids in windows.split(batch_size)])
 
 

@@ -65,6 +65,33 @@ def test_block_size_changes_speed_not_results(weight: torch.Tensor, inputs: torc
         assert (other != results[0]).float().mean() < 0.005
 
 
+@pytest.mark.parametrize(
+    "fields", [{}, {"symmetric": False}, {"group_size": 32}, {"group_size": 32, "act_order": True}]
+)
+def test_each_output_keeps_the_factor_that_serves_it_best(
+    weight: torch.Tensor, inputs: torch.Tensor, fields: dict[str, object]
+) -> None:
+    """What a search finds is, output by output, the best of the single factors, with its scales and latents."""
+    h, factors = hessian(inputs), (1.0, 0.8, 1.2)
+    latents = [torch.empty_like(weight) for _ in range(4)]
+    found = quantize_gptq(weight, h, 3, factors=factors, latent=latents[3], **fields)  # type: ignore[arg-type]
+    single = [
+        quantize_gptq(weight, h, 3, factors=(factor,), latent=latent, **fields)  # type: ignore[arg-type]
+        for factor, latent in zip(factors, latents, strict=False)
+    ]
+    damped = h + 0.01 * h.diagonal().mean() * torch.eye(K)
+    losses = []
+    for result in single:
+        error = result.dequantize() - weight
+        losses.append(((error @ damped) * error).sum(1))
+    chosen = torch.stack(losses).argmin(0)
+    assert len(chosen.unique()) == 3
+    for row, index in enumerate(chosen.tolist()):
+        assert torch.equal(found.codes[row], single[index].codes[row])
+        assert torch.equal(found.scale[row], single[index].scale[row])
+        assert torch.equal(latents[3][row], latents[index][row])
+
+
 def test_repeats_exactly(weight: torch.Tensor, inputs: torch.Tensor) -> None:
     first, second = (quantize_gptq(weight, hessian(inputs), 4) for _ in range(2))
     assert torch.equal(first.codes, second.codes)

@@ -17,6 +17,7 @@ from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.ops.hadamard import hadamard
+from quarot.quantization.gptq import SCALE_FACTORS
 from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.quantize_model import quantize_model
 from quarot.rotation.rotate import rotate_model
@@ -55,6 +56,18 @@ def test_every_family_ends_as_integers(
     for name, module, role in linear_modules(gptq):
         assert isinstance(module, QuantLinear) == (role != "lm_head"), name
     assert distance(gptq, reference, token_ids) < distance(rtn, reference, token_ids) < 0.6
+
+
+def test_the_clip_search_of_gptq_asks_for_factors(tiny_model: Callable[..., nn.Module]) -> None:
+    """Of the first layer both see the same inputs: scales differ by one of the factors, and some do."""
+    model = rotated(tiny_model("llama"))
+    plain, searched = (
+        quantize_model(copy.deepcopy(model), gptq_clip_search=on, **NO_CACHE, **CALIBRATION) for on in (False, True)
+    )
+    scales = (m.get_submodule("model.layers.0.self_attn.q_proj").weight_scale for m in (searched, plain))
+    ratios = next(scales) / next(scales)
+    assert (ratios[:, None] - torch.tensor(SCALE_FACTORS)).abs().amin(1).max() < 1e-5
+    assert len(ratios.round(decimals=2).unique()) > 1
 
 
 def test_defaults_are_the_papers(tiny_model: Callable[..., nn.Module]) -> None:
