@@ -20,7 +20,17 @@ _W_BITS = (2, 3, 4, 5, 6, 7, 8, 16)
 _A_BITS = (4, 6, 8, 16)
 _KV_BITS = (2, 3, 4, 8, 16)
 _HEAD_BITS = (4, 8, 16)
-_OVERRIDABLE = ("w_bits", "w_method", "w_group_size", "w_symmetric", "w_clip", "a_bits", "a_clip", "a_group_size")
+_OVERRIDABLE = (
+    "w_bits",
+    "w_method",
+    "w_group_size",
+    "w_symmetric",
+    "w_clip",
+    "w_clip_norm",
+    "a_bits",
+    "a_clip",
+    "a_group_size",
+)
 
 
 def _listed(value: Any) -> Any:
@@ -44,7 +54,9 @@ class QuarotConfig(QuantizationConfigMixin):
         w_method: ``"gptq"`` or ``"rtn"`` (round to nearest).
         w_group_size: inputs that share one weight scale; None = one scale per output channel (the paper).
         w_symmetric: symmetric codes ``-2^(b-1) .. 2^(b-1)-1`` (the paper), or asymmetric with a zero point.
-        w_clip: search each scale's clip ratio over the squared error (the paper), or use the plain range.
+        w_clip: search each scale's clip ratio over the error of the weights (the paper), or use the plain range.
+        w_clip_norm: exponent of that error: 2 for squares (the paper's text), 2.4 in its code; the larger, the less is
+            clipped.
         a_bits: activation bits per token, 4, 6 or 8; 16 leaves activations in the model's dtype.
         a_clip: constant clip ratio of the activations. Default: the paper's 0.9, and 1.0 at 8 bits, whose finer grid
             loses more by clipping than it gains.
@@ -110,6 +122,7 @@ class QuarotConfig(QuantizationConfigMixin):
     w_group_size: int | None = None
     w_symmetric: bool = True
     w_clip: bool = True
+    w_clip_norm: float = 2.0
     a_bits: int = 4
     a_clip: float = None  # type: ignore[assignment]  # chosen by a_bits in __post_init__
     a_group_size: int | None = None
@@ -173,6 +186,7 @@ class QuarotConfig(QuantizationConfigMixin):
         for name in ("a_clip", "k_clip", "v_clip"):
             self._in_range(name, 0.0, 1.0)
         self._in_range("gptq_damping", 0.0, 1.0)
+        self._in_range("w_clip_norm", 0.0, 16.0)
         for name in ("w_group_size", "a_group_size"):
             if getattr(self, name) is not None:
                 self._positive(name)

@@ -93,7 +93,8 @@ def rounded_weights(
     try:
         for name, weight in zip(names, weights, strict=True):
             c = configs[name]
-            grid: dict[str, Any] = {"symmetric": c.w_symmetric, "group_size": c.w_group_size, "search": c.w_clip}
+            grid: dict[str, Any] = {"symmetric": c.w_symmetric, "group_size": c.w_group_size}
+            grid |= {"search": c.w_clip, "norm": c.w_clip_norm}
             weight.data = quantize_rtn(weight.data, bits, **grid).dequantize().to(weight.dtype)
         yield
     finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,6 +38,7 @@ def quantize_gptq(
     symmetric: bool = True,
     group_size: int | None = None,
     search: bool = True,
+    norm: float = 2.0,
     damping: float = 0.01,
     act_order: bool = False,
     block_size: int = 128,
@@ -52,7 +54,7 @@ def quantize_gptq(
     Args:
         weight: [N, K], any float dtype; not changed.
         hessian: [K, K], symmetric positive semi-definite; not changed.
-        bits, symmetric, group_size, search: the grid, see :func:`quarot.quantization.grid.find_grid`.
+        bits, symmetric, group_size, search, norm: the grid, see :func:`quarot.quantization.grid.find_grid`.
         damping: fraction of the mean diagonal that is added to it; grows tenfold until the factorisation succeeds.
         act_order: round the columns in the order of falling diagonal of H. Codes come back in the original order.
         block_size: columns between two updates of everything behind them (speed, not results).
@@ -83,7 +85,8 @@ def quantize_gptq(
         part = slice(start, start + columns.shape[1])
         importance = diagonal[part] if weigh_search else None
         seen = columns.masked_fill(unseen[part], 0)
-        return find_grid(seen, bits, symmetric=symmetric, group_size=size, search=search, importance=importance)
+        grid: dict[str, Any] = {"symmetric": symmetric, "group_size": size, "search": search, "norm": norm}
+        return find_grid(seen, bits, **grid, importance=importance)
 
     order = torch.argsort(diagonal, descending=True, stable=True) if act_order else None
     static = grid_of(weight, 0) if act_order or size == k else None

@@ -83,6 +83,7 @@ def find_grid(
     symmetric: bool = True,
     group_size: int | None = None,
     search: bool = True,
+    norm: float = 2.0,
     importance: torch.Tensor | None = None,
 ) -> Grid:
     """Scales (and zeros) of an fp32 weight [N, K].
@@ -92,9 +93,10 @@ def find_grid(
         bits: 2-8.
         symmetric: see the module.
         group_size: inputs that share a scale; None = one scale per output channel.
-        search: try clip ratios 1.00, 0.99, ... and keep for every scale the one of least squared error; without it the
-            ratio is 1.
-        importance: non-negative [K]; weighs the squared error of each input (a Hessian diagonal), uniform when None.
+        search: try clip ratios 1.00, 0.99, ... and keep for every scale the one of least error; without it the ratio
+            is 1.
+        norm: the error is the sum of ``|error| ** norm``; above 2 clipped weights count more than rounded ones.
+        importance: non-negative [K]; weighs the error of each input (a Hessian diagonal), uniform when None.
 
     Channels are searched many at once, in chunks of rows that bound the memory (64 MiB on a GPU, times two).
     """
@@ -105,14 +107,19 @@ def find_grid(
     factors = None if importance is None else importance.reshape(groups.shape[1:])
     ratios = 1.0 - torch.arange(depth, dtype=torch.float64) / GRID_STEPS
     tried = [part.float().to(weight.device)[:, None, None] for part in ratios.split(at_once)]
-    parts = [_find(part, bits, symmetric, tried, factors) for part in groups.split(rows)]
+    parts = [_find(part, bits, symmetric, tried, norm, factors) for part in groups.split(rows)]
     scale = torch.cat([part.scale for part in parts])
     zeros = [part.zero for part in parts if part.zero is not None]
     return Grid(scale, torch.cat(zeros) if zeros else None, bits)
 
 
 def _find(
-    values: torch.Tensor, bits: int, symmetric: bool, ratios: list[torch.Tensor], factors: torch.Tensor | None
+    values: torch.Tensor,
+    bits: int,
+    symmetric: bool,
+    ratios: list[torch.Tensor],
+    norm: float,
+    factors: torch.Tensor | None,
 ) -> Grid:
     """The best grid of [N, G, K/G] values over ``ratios``, [R, 1, 1] each; of equal errors the first ratio wins."""
     low, high = values.amin(-1).clamp_max(0), values.amax(-1).clamp_min(0)
@@ -123,7 +130,7 @@ def _find(
     least = values.new_full(low.shape, torch.inf)
     for some in ratios:
         trials = _at_ratios(low, high, some, bits, symmetric)
-        error, index = _errors(values, trials, factors, work[: len(some)]).min(0, keepdim=True)
+        error, index = _errors(values, trials, norm, factors, work[: len(some)]).min(0, keepdim=True)
         zero = None if trials.zero is None else trials.zero.gather(0, index)[0]
         found = Grid(trials.scale.gather(0, index)[0], zero, bits)
         best = found if best is None else _where(error[0] < least, found, best)
@@ -151,8 +158,10 @@ def _at_ratios(low: torch.Tensor, high: torch.Tensor, ratios: torch.Tensor, bits
     return Grid(scale, zero, bits)
 
 
-def _errors(values: torch.Tensor, grid: Grid, factors: torch.Tensor | None, work: torch.Tensor) -> torch.Tensor:
-    """Squared error of each scale, [R, N, G]; ``work`` is [R, N, G, K/G], so that nothing is allocated."""
+def _errors(
+    values: torch.Tensor, grid: Grid, norm: float, factors: torch.Tensor | None, work: torch.Tensor
+) -> torch.Tensor:
+    """Error of each scale, [R, N, G]; ``work`` is [R, N, G, K/G], so that nothing is allocated."""
     half = 2 ** (grid.bits - 1)
     scale, zero = grid.scale[..., None], None if grid.zero is None else grid.zero[..., None]
     torch.mul(values, scale.reciprocal().masked_fill_(scale <= 0, 0.0), out=work)
@@ -160,5 +169,9 @@ def _errors(values: torch.Tensor, grid: Grid, factors: torch.Tensor | None, work
         work.round_().clamp_(-half, half - 1)
     else:
         work.round_().add_(zero).clamp_(-half, half - 1).sub_(zero)
-    work.mul_(scale).sub_(values).square_()
+    work.mul_(scale).sub_(values)
+    if norm == 2:
+        work.square_()
+    else:
+        work.abs_().pow_(norm)
     return work.sum(-1) if factors is None else work.mul_(factors).sum(-1)

@@ -23,7 +23,8 @@ def quantize_head(
     weight = linear_weight(head).detach()
     check_finite(weight, None, record.lm_head)
     weight = weight.to(device or weight.device)
-    grid: dict[str, Any] = {"symmetric": config.w_symmetric, "group_size": config.w_group_size, "search": config.w_clip}
+    grid: dict[str, Any] = {"symmetric": config.w_symmetric, "group_size": config.w_group_size}
+    grid |= {"search": config.w_clip, "norm": config.w_clip_norm}
     parts: Any = (None, None, None)
     if config.w_bits < 16 and config.w_method == "gptq" and inputs is not None:
         moments, norm = Moments(), model.get_submodule(record.final_norm)

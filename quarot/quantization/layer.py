@@ -149,6 +149,7 @@ class LayerQuantizer:
             "symmetric": config.w_symmetric,
             "group_size": config.w_group_size,
             "search": config.w_clip,
+            "norm": config.w_clip_norm,
         }
         latent: torch.Tensor | None = None
         if config.w_method == "rtn" or moments is None:

@@ -8,11 +8,18 @@ from quarot.quantization.grid import Grid, QuantizedWeight, as_groups, find_grid
 
 
 def quantize_rtn(
-    weight: torch.Tensor, bits: int, *, symmetric: bool = True, group_size: int | None = None, search: bool = True
+    weight: torch.Tensor,
+    bits: int,
+    *,
+    symmetric: bool = True,
+    group_size: int | None = None,
+    search: bool = True,
+    norm: float = 2.0,
 ) -> QuantizedWeight:
     """Codes and scales of a weight [N, K]; see :func:`quarot.quantization.grid.find_grid` for the arguments."""
     weight = weight.float()
-    return round_to_grid(weight, find_grid(weight, bits, symmetric=symmetric, group_size=group_size, search=search))
+    grid = find_grid(weight, bits, symmetric=symmetric, group_size=group_size, search=search, norm=norm)
+    return round_to_grid(weight, grid)
 
 
 def round_to_grid(weight: torch.Tensor, grid: Grid) -> QuantizedWeight:

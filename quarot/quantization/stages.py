@@ -34,5 +34,7 @@ def same_grid(stage: Stage, configs: dict[str, QuarotConfig]) -> list[Stage]:
     parts: dict[tuple[object, ...], list[str]] = {}
     for path in stage:
         c = configs[path]
-        parts.setdefault((c.w_bits, c.w_method, c.w_symmetric, c.w_group_size, c.w_clip), []).append(path)
+        parts.setdefault((c.w_bits, c.w_method, c.w_symmetric, c.w_group_size, c.w_clip, c.w_clip_norm), []).append(
+            path
+        )
     return [tuple(paths) for paths in parts.values()]
