@@ -62,3 +62,9 @@ def test_scripts_parse_and_the_commands_can_be_run(script):
 def test_the_changelog_knows_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert f"[{quarot.__version__}]" in text or "[Unreleased]" in text
+
+
+def test_what_to_install_is_named_as_an_index_has_it():
+    """quarot is installed from a checkout, so an error must not send anyone to an index for its extras."""
+    sources = [*(ROOT / "quarot").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    assert not [path for path in sources if re.search(r"pip install '?\"?quarot", path.read_text(encoding="utf-8"))]

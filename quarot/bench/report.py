@@ -72,7 +72,7 @@ def plot(rows: list[dict[str, Any]], title: str, target: Path) -> None:
     """Bars of the ratios, one panel a table, with a line at 1.
 
     Raises:
-        ImportError: matplotlib is missing (``pip install quarot[plot]``).
+        ImportError: matplotlib is missing (``pip install matplotlib``).
         ValueError: no row has a peer.
     """
     import matplotlib

@@ -112,7 +112,7 @@ def _runnable(tables: dict[str, Any], options: argparse.Namespace) -> dict[str, 
     if not options.tasks:
         reason = "a zero-shot table needs its questions: --tasks piqa=piqa.jsonl,arc_easy=arc_easy.jsonl,..."
     elif importlib.util.find_spec("lm_eval") is None:
-        reason = "zero-shot tasks need lm-eval: pip install 'quarot[eval]'"
+        reason = "zero-shot tasks need lm-eval: pip install lm-eval"
     left = {name: table for name, table in tables.items() if reason is None or not table.zero_shot}
     if not left:
         raise ValueError(reason)

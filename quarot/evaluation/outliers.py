@@ -74,7 +74,7 @@ def draw(before: dict[str, Peaks], after: dict[str, Peaks], out: Path, *, title:
     try:
         import matplotlib
     except ImportError:
-        raise ImportError("plotting needs matplotlib: pip install 'quarot[plot]'") from None
+        raise ImportError("plotting needs matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -108,7 +108,7 @@ def zero_shot(
         from lm_eval.api.instance import Instance
         from lm_eval.models.huggingface import HFLM
     except ImportError:
-        raise ImportError("zero-shot tasks need lm-eval: pip install 'quarot[eval]'") from None
+        raise ImportError("zero-shot tasks need lm-eval: pip install lm-eval") from None
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=2048)
     scores = {}
     # Without a cache the attention function quantises every key and value, as the paper's simulation does; with one, a

@@ -54,7 +54,7 @@ def smollm2_path(cache: Path | None = None) -> Path:
     if _is_complete(target):
         return target
     if find_spec("gguf") is None:
-        raise ModelUnavailable("converting SmolLM2 needs the package gguf: pip install 'quarot[gguf]'")
+        raise ModelUnavailable("converting SmolLM2 needs the package gguf: pip install gguf")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-") as temporary:
         work = Path(temporary)
