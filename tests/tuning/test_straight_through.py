@@ -22,10 +22,11 @@ def test_activations_are_those_of_run_time(bits: int, group_size: int | None) ->
 @pytest.mark.parametrize("bits", [2, 3, 4, 8, 16])
 def test_cache_is_that_of_run_time(bits: int) -> None:
     key, value = torch.randn(2, 2, 7, 64), torch.randn(2, 2, 7, 64)
-    stored = KVFormat(key_bits=bits, value_bits=bits, group=32).simulate(key, value)
+    kv_format = KVFormat(key_bits=bits, value_bits=bits, group=32, key_clip=0.95, value_clip=0.8)
+    stored = kv_format.simulate(key, value)
     close = {"rel": 1e-3, "abs": 1e-3} if bits == 16 else {"abs": 1e-6}  # 16 bits: stored as a half
-    for x, expected in zip((key, value), stored, strict=True):
-        assert quantize_cache(x, bits, 0.95, 32) == pytest.approx(expected, **close)
+    for x, clip, expected in zip((key, value), kv_format.clips, stored, strict=True):
+        assert quantize_cache(x, bits, clip, 32) == pytest.approx(expected, **close)
 
 
 def test_gradient_passes_inside_the_range_only() -> None:
