@@ -94,8 +94,12 @@ class DecodeGraph:
             buffer.copy_(value)
         if self.generator is not None and state is not None:
             self.generator.set_state(state)  # as if nothing had been drawn: every call draws alike
-        with torch.cuda.graph(graph):
+        stream = torch.cuda.Stream(self.ids.device)
+        with torch.cuda.graph(graph, stream=stream):
             self.out = self.step()
+        # PyTorch begins a recording by zeroing the generator's offset on the recording stream; on a busy GPU that can
+        # come after the first replay has set it, which would then draw the numbers of the prompt's token again.
+        torch.cuda.current_stream(self.ids.device).wait_stream(stream)
         self.graph = graph
 
     def step(self) -> Tensor:
