@@ -25,6 +25,8 @@ from quarot.quantization.rtn import finished
 logger = logging.getLogger("quarot")
 
 _LARGEST_DAMPING = 1e6
+_STACKED_WEIGHTS = 1 << 26
+"""Weights times factors that are rounded at once, at most: small layers cost little but launches."""
 SCALE_FACTORS = (1.0, 0.95, 1.05, 0.9, 1.1, 0.85, 1.15, 0.8, 1.2, 0.75, 0.7)
 """Factors on the scales of the clip search that GPTQ itself is asked about (``gptq_clip_search``)."""
 
@@ -94,9 +96,13 @@ def quantize_gptq(
         weight, hessian = weight[:, order], hessian[order][:, order]
     column_group = (torch.arange(k, device=weight.device) if order is None else order) // size
     walk = _Walk(weight, inverse_factor(hessian, damping, name), bits, symmetric, column_group, size, block_size)
-    best = walk.run(factors[0], static, grid_of, latent is not None)
-    for factor in factors[1:]:
-        best.keep_better(walk.run(factor, static, grid_of, latent is not None))
+    at_once = max(1, _STACKED_WEIGHTS // max(1, weight.numel()))
+    runs = (
+        walk.run(factors[i : i + at_once], static, grid_of, latent is not None) for i in range(0, len(factors), at_once)
+    )
+    best = next(runs)
+    for other in runs:
+        best.keep_better(other)
     back = slice(None) if order is None else torch.argsort(order)
     if latent is not None and best.latent is not None:
         latent.copy_(best.latent[:, back])
@@ -111,6 +117,16 @@ class _Rounded:
     grid: Grid
     latent: torch.Tensor | None
     loss: torch.Tensor
+
+    def best_of(self, trials: int) -> _Rounded:
+        """Of ``trials`` weights stacked along N the best outputs, the first of equals."""
+        if trials == 1:
+            return self
+        n = len(self.loss) // trials
+        index = self.loss.view(trials, n).argmin(0) * n + torch.arange(n, device=self.loss.device)
+        zero = None if self.grid.zero is None else self.grid.zero[index]
+        latent = None if self.latent is None else self.latent[index]
+        return _Rounded(self.codes[index], Grid(self.grid.scale[index], zero, self.grid.bits), latent, self.loss[index])
 
     def keep_better(self, other: _Rounded) -> None:
         """Take over the outputs that the other walk served better."""
@@ -140,21 +156,27 @@ class _Walk:
     block_size: int
 
     def run(
-        self, factor: float, static: Grid | None, grid_of: Callable[[torch.Tensor, int], Grid], keep_latent: bool
+        self,
+        factors: Sequence[float],
+        static: Grid | None,
+        grid_of: Callable[[torch.Tensor, int], Grid],
+        keep_latent: bool,
     ) -> _Rounded:
-        """One walk with all scales times ``factor``.
+        """One walk over copies of the weight, one for each of ``factors`` on its scales, and the best of each output.
 
         Args:
             static: the grid of all groups; None: of each group when its first column is reached.
             grid_of: finds the grid of columns as they are now, given the first one's index.
             keep_latent: also return the weights as they were when they were rounded, in units of their scale.
         """
-        weight = self.weight.clone()
+        weight = self.weight.repeat(len(factors), 1)
         n, k = weight.shape
+        column = torch.tensor(factors, device=weight.device).repeat_interleave(n // len(factors))[:, None]
         scales = weight.new_zeros(n, k // self.size)
         grid = Grid(scales, None if self.symmetric else scales.clone(), self.bits)
         if static is not None:
-            _set(grid, slice(None), static, factor)
+            zeros = None if static.zero is None else static.zero.repeat(len(factors), 1)
+            _set(grid, slice(None), static.scale.repeat(len(factors), 1) * column, zeros)
         codes, loss = torch.empty_like(weight), weight.new_zeros(n)
         latent = torch.empty_like(weight) if keep_latent else None
         start = 0
@@ -164,7 +186,7 @@ class _Walk:
                 end = min(end, (start // self.size + 1) * self.size)
                 if start % self.size == 0:
                     fresh = grid_of(weight[:, start : start + self.size], start)
-                    _set(grid, slice(start // self.size, start // self.size + 1), fresh, factor)
+                    _set(grid, slice(start // self.size, start // self.size + 1), fresh.scale * column, fresh.zero)
             columns = self.column_group[start:end]
             scale, zero = grid.scale[:, columns].T, None if grid.zero is None else grid.zero[:, columns].T
             rounded = rounder(end - start, n, self.bits, self.symmetric, weight.device)
@@ -176,14 +198,14 @@ class _Walk:
                 latent[:, start:end] = (exact / scale).masked_fill_(scale <= 0, 0.0).T
             weight[:, end:] -= errors.T @ self.upper[start:end, end:]
             start = end
-        return _Rounded(codes, grid, latent, loss)
+        return _Rounded(codes, grid, latent, loss).best_of(len(factors))
 
 
-def _set(grid: Grid, groups: slice, found: Grid, factor: float) -> None:
-    """Write the grid of some groups, its scales times ``factor`` (zeros are in units of the scale)."""
-    grid.scale[:, groups] = found.scale * factor
-    if grid.zero is not None and found.zero is not None:
-        grid.zero[:, groups] = found.zero
+def _set(grid: Grid, groups: slice, scale: torch.Tensor, zero: torch.Tensor | None) -> None:
+    """Write the scales and zeros of some groups."""
+    grid.scale[:, groups] = scale
+    if grid.zero is not None and zero is not None:
+        grid.zero[:, groups] = zero
 
 
 def inverse_factor(hessian: torch.Tensor, damping: float, name: str = "weight") -> torch.Tensor:

@@ -68,10 +68,16 @@ def test_block_size_changes_speed_not_results(weight: torch.Tensor, inputs: torc
 @pytest.mark.parametrize(
     "fields", [{}, {"symmetric": False}, {"group_size": 32}, {"group_size": 32, "act_order": True}]
 )
+@pytest.mark.parametrize("at_once", [1, 2, 3])
 def test_each_output_keeps_the_factor_that_serves_it_best(
-    weight: torch.Tensor, inputs: torch.Tensor, fields: dict[str, object]
+    weight: torch.Tensor,
+    inputs: torch.Tensor,
+    fields: dict[str, object],
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a search finds is, output by output, the best of the single factors, with its scales and latents."""
+    monkeypatch.setattr("quarot.quantization.gptq._STACKED_WEIGHTS", at_once * N * K)
     h, factors = hessian(inputs), (1.0, 0.8, 1.2)
     latents = [torch.empty_like(weight) for _ in range(4)]
     found = quantize_gptq(weight, h, 3, factors=factors, latent=latents[3], **fields)  # type: ignore[arg-type]
