@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,7 +48,7 @@ class ProgressStore:
         ValueError: the folder belongs to another model, configuration or calibration set.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], fingerprint: dict[str, str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], fingerprint: dict[str, Any]) -> None:
         self.folder = Path(folder)
         check_fingerprint(self.folder, fingerprint)
 
@@ -108,7 +108,7 @@ def intact(path: Path) -> Iterator[None]:
         ) from None
 
 
-def check_fingerprint(folder: Path, fingerprint: dict[str, str]) -> None:
+def check_fingerprint(folder: Path, fingerprint: dict[str, Any]) -> None:
     """Make a folder of this run out of a new one; raise ValueError where it belongs to another run."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / FINGERPRINT
@@ -117,10 +117,10 @@ def check_fingerprint(folder: Path, fingerprint: dict[str, str]) -> None:
             found = dict(json.loads(path.read_text()))
         except (ValueError, TypeError) as error:
             raise ValueError(f"{path} is damaged ({error}); delete its folder and run again") from None
-        differing = sorted(key for key in fingerprint if found.get(key) != fingerprint[key])
+        differing = [_difference(key, found.get(key), own) for key, own in fingerprint.items() if found.get(key) != own]
         if differing:
             raise ValueError(
-                f"{folder} holds a run with another {', '.join(differing)}; delete it or choose another folder"
+                f"{folder} holds a run with {' and '.join(sorted(differing))}; delete it or choose another folder"
             )
     else:
         if any(folder.glob("*.safetensors")):
@@ -133,12 +133,28 @@ def check_fingerprint(folder: Path, fingerprint: dict[str, str]) -> None:
         os.replace(temporary, path)
 
 
-def fingerprint(weights: str, config: QuarotConfig, windows: torch.Tensor | None) -> dict[str, str]:
-    """Hashes of what a run's result depends on; ``weights`` is that of the model."""
+def _difference(key: str, found: Any, own: Any) -> str:
+    """``another model``; of the configuration the fields that differ: ``w_bits=4 instead of 8``."""
+    if not isinstance(found, dict) or not isinstance(own, dict):
+        return f"another {key}"
+    return ", ".join(_differing_fields("", found, own))
+
+
+def _differing_fields(prefix: str, found: dict[str, Any], own: dict[str, Any]) -> Iterator[str]:
+    for name in sorted({*found, *own}):
+        one, other = found.get(name), own.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            yield from _differing_fields(f"{prefix}{name}.", one, other)
+        elif one != other:
+            yield f"{prefix}{name}={one!r:.60} instead of {other!r:.60}"
+
+
+def fingerprint(weights: str, config: QuarotConfig, windows: torch.Tensor | None) -> dict[str, Any]:
+    """What a run's result depends on: the configuration, and hashes of the rest; ``weights`` is that of the model."""
     tokens = b"" if windows is None else windows.contiguous().numpy().tobytes()
     return {
         "quarot version": __version__,
-        "configuration": hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest(),
+        "configuration": json.loads(json.dumps(config.to_dict())),
         "model": weights,
         "calibration text": hashlib.sha256(tokens).hexdigest(),
     }

@@ -35,7 +35,7 @@ class ShardStore:
         ValueError: the folder belongs to another run.
     """
 
-    def __init__(self, folder: Path, names: list[str], fingerprint: dict[str, str]) -> None:
+    def __init__(self, folder: Path, names: list[str], fingerprint: dict[str, Any]) -> None:
         self.folder = folder
         check_fingerprint(folder, fingerprint)
         self._places = {name: index for index, name in enumerate([*names, ""], start=1)}

@@ -71,14 +71,19 @@ def test_killed_in_the_middle(tmp_path: Path, tiny_model: Callable[..., nn.Modul
 
 
 @pytest.mark.parametrize(
-    ("change", "what"), [({"gptq_damping": 0.02}, "configuration"), ({"calibration": TOKENS[:900]}, "calibration text")]
+    ("change", "what"),
+    [
+        ({"gptq_damping": 0.02}, "gptq_damping=0.01 instead of 0.02"),
+        ({"kv_clip": 0.9}, "k_clip=0.95 instead of 0.9, v_clip=0.95 instead of 0.9"),
+        ({"calibration": TOKENS[:900]}, "another calibration text"),
+    ],
 )
 def test_another_run_is_not_mixed_in(
     tmp_path: Path, tiny_model: Callable[..., nn.Module], change: dict[str, Any], what: str
 ) -> None:
     arguments = {"calibration": TOKENS, "resume_dir": tmp_path, **FIELDS}
     quantize_model(tiny_model("llama"), **arguments)
-    with pytest.raises(ValueError, match=f"another {what}; delete it"):
+    with pytest.raises(ValueError, match=f"holds a run with {what}; delete it"):
         quantize_model(tiny_model("llama"), **{**arguments, **change})
     with pytest.raises(ValueError, match="another model"):
         quantize_model(tiny_model("llama", seed=1), **arguments)

@@ -157,8 +157,10 @@ def test_an_interrupted_run_continues(
     with pytest.raises(KeyboardInterrupt):
         quarot.quantize_checkpoint(path, out, **fields)
     assert not out.exists()
-    with pytest.raises(ValueError, match="another configuration; delete it"):
+    with pytest.raises(ValueError, match="holds a run with w_bits=4 instead of 8; delete it"):
         quarot.quantize_checkpoint(path, out, **fields, w_bits=8)
+    with pytest.raises(ValueError, match=r"holds a run with rotation\.seed=0 instead of 3; delete it"):
+        quarot.quantize_checkpoint(path, out, **fields, rotation={"seed": 3})
     visited[:] = [-1] * 9
     quarot.quantize_checkpoint(path, out, **fields)
     assert visited[9:] == list(range(last, 4))
@@ -195,7 +197,7 @@ def test_interrupted_while_replacing_an_old_checkpoint(
         quarot.quantize_checkpoint(path, out, w_method="rtn", w_bits=8, progress=False)
     monkeypatch.undo()
     assert not (out / "config.json").exists()
-    with pytest.raises(ValueError, match="another configuration; delete it"):
+    with pytest.raises(ValueError, match="w_bits=8 instead of 4; delete it"):
         quarot.quantize_checkpoint(path, out, w_method="rtn", progress=False)
     quarot.quantize_checkpoint(path, out, w_method="rtn", w_bits=8, progress=False)
     assert_same(out, in_memory(path, tmp_path / "whole", {}, w_method="rtn", w_bits=8, progress=False))
