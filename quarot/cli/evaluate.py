@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.limit is not None and not options.tasks:
+        raise ValueError("--limit goes with --tasks; --max-windows limits a perplexity")
     if options.json:
         check_file(options.json, "--json")
     result = _tasks(options) if options.tasks else _perplexity(options)

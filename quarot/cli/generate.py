@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from quarot.cli import models
+from quarot.field_types import check_seed
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,10 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     if options.max_new_tokens < 1:
         raise ValueError(f"--max-new-tokens {options.max_new_tokens} must be at least 1")
-    if not 0 <= options.temperature < float("inf") or not 0 < options.top_p <= 1:
-        raise ValueError(
-            f"--temperature {options.temperature} must be finite, >= 0, and --top-p {options.top_p} in (0, 1]"
-        )
+    check_seed("--seed", options.seed)
+    from quarot.runtime.sampling import Sampling
+
+    Sampling(options.temperature, None, options.top_p)  # checks both
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
     if not prompt:
         raise ValueError("the prompt is empty")

@@ -17,6 +17,17 @@ _BITS = {
 }
 
 
+_ROTATION = {
+    "r1": "hadamard",
+    "o_proj_online": "heads",
+    "down_proj_block": None,
+    "no_r2": False,
+    "no_r3": False,
+    "no_r4": False,
+}
+"""Options that say how to rotate, and their defaults."""
+
+
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Rotation and quantisation options; the defaults are the paper's W4A4KV4 GPTQ recipe."""
     group = parser.add_argument_group("quantisation (default: the paper's W4A4KV4, GPTQ)")
@@ -63,7 +74,7 @@ def config_of(options: argparse.Namespace) -> QuarotConfig:
     fields.update({name: value for name, value in names.items() if value is not None})
     for entry in options.set:
         name, equals, value = entry.partition("=")
-        if not equals:
+        if not equals or not name:
             raise ValueError(f"--set {entry}: write FIELD=VALUE")
         try:
             fields[name] = json.loads(value)
@@ -86,8 +97,15 @@ def needs_calibration(config: QuarotConfig) -> bool:
 
 
 def rotation_of(options: argparse.Namespace) -> dict[str, Any] | None:
-    """The switches of ``rotate_model`` that the options describe, or None with ``--no-rotate``."""
+    """The switches of ``rotate_model`` that the options describe, or None with ``--no-rotate``.
+
+    Raises:
+        ValueError: a switch beside ``--no-rotate``.
+    """
     if options.no_rotate:
+        for name, default in _ROTATION.items():
+            if getattr(options, name) != default:
+                raise ValueError(f"--{name.replace('_', '-')} says how to rotate, and --no-rotate not to; drop one")
         return None
     return {
         "seed": options.seed,

@@ -125,8 +125,8 @@ def check_fingerprint(folder: Path, fingerprint: dict[str, Any]) -> None:
     else:
         if any(folder.glob("*.safetensors")):
             raise ValueError(
-                f"{folder} has weight files but no {FINGERPRINT}: which run they belong to is unknown; delete it or "
-                "choose another folder"
+                f"{folder} has weight files but no {FINGERPRINT}: it is not that of an unfinished run, or which "
+                "run is unknown; choose another folder"
             )
         temporary = path.with_suffix(".tmp")
         temporary.write_text(json.dumps(fingerprint, indent=1))
