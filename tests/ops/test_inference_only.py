@@ -137,7 +137,7 @@ def test_every_op_was_looked_at() -> None:
     assert {name.partition(".")[0] for name in ops} == {*CALLS, *with_gradient, *in_place, *without_floats_in}
 
 
-@pytest.mark.parametrize(("order", "pow2", "inner"), [(12, 2, 1), (1, 64, 1), (28, 4, 3), (36, 1, 1), (1, 1, 1)])
+@pytest.mark.parametrize(("order", "pow2", "inner"), [(12, 2, 1), (1, 64, 1), (20, 1, 3), (36, 1, 1), (1, 1, 1)])
 def test_the_online_transform_has_its_gradient(order: int, pow2: int, inner: int) -> None:
     """As kernels need it, which nothing records; opcheck looks for the registration, gradcheck at the values."""
     shape, arguments = (3, 2 * order * pow2 * inner), (order, pow2, inner)
