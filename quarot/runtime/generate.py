@@ -6,20 +6,21 @@ of a recorded graph. The host looks at the tokens only now and then (every step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from quarot.calibration.windows import check_token_ids
-from quarot.field_types import check_seed, check_types
 from quarot.memory import out_of_memory
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.runtime.decode_graph import DecodeGraph, addresses, enabled
 from quarot.runtime.fused_decoder import FusedDecoder
+from quarot.runtime.generate_arguments import Numbers, check_streamer, check_tokens, end_tokens
 from quarot.runtime.sampling import Sampling
 
 _LOOK_EVERY = 16  # steps between two looks at whether every row has stopped
@@ -72,17 +73,20 @@ def generate(
     Raises:
         ValueError: arguments that do not fit.
         NotImplementedError: the model has no fused decoder path (the message says why).
+
+    Calls from several threads are served one after the other.
     """
     fused = _fused(model)
-    _check_tokens(model, input_ids, attention_mask)
-    _Numbers(max_new_tokens, prefill_chunk, seed, pad_token_id)
-    _check_streamer(streamer, input_ids.shape[0])
+    check_tokens(model, input_ids, attention_mask)
+    Numbers(max_new_tokens, prefill_chunk, seed, pad_token_id)
+    check_streamer(streamer, input_ids.shape[0])
     sampling = Sampling(temperature, top_k, top_p)
-    ends = _end_tokens(model, eos_token_id)
-    with torch.no_grad():
+    ends = end_tokens(model, eos_token_id)
+    with torch.no_grad(), _turn(fused):
         session = _session(model, fused, input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
         # One generator for all seeded calls: a graph is tied to the one it was recorded with.
         generator = None if seed is None else session.generator.manual_seed(seed)
+        session.busy = True
         what = f"quarot.generate of {' x '.join(map(str, input_ids.shape))} tokens and {max_new_tokens} new ones"
         try:
             with out_of_memory(what, f"the batch, max_new_tokens or prefill_chunk (now {prefill_chunk})"):
@@ -93,9 +97,26 @@ def generate(
             fused.session = None
             raise
         finally:
+            session.busy = False
             if not keep_memory:
                 fused.session = None
     return torch.cat([input_ids, _pad_behind_end(new, ends, _pad_token(model, pad_token_id, ends))], dim=1)
+
+
+_turns: WeakKeyDictionary[FusedDecoder, Any] = WeakKeyDictionary()
+
+
+@contextmanager
+def _turn(fused: FusedDecoder) -> Iterator[None]:
+    """One call at a time on a model, whose calls share a cache and recorded graphs: other threads wait.
+
+    Raises:
+        RuntimeError: the call comes out of the one that is running (from its streamer).
+    """
+    with _turns.setdefault(fused, threading.RLock()):
+        if fused.session is not None and fused.session.busy:
+            raise RuntimeError("quarot.generate was called by its own streamer, while its cache is in use")
+        yield
 
 
 class Session:
@@ -106,6 +127,7 @@ class Session:
         self.cache = QuantKVCache(model.config, max_batch=batch, max_length=length)
         self.generator = torch.Generator(model.get_input_embeddings().weight.device)
         self.graphs: dict[tuple[Sampling, bool], DecodeGraph] = {}
+        self.busy = False
 
     def prefill(self, ids: Tensor, mask: Tensor | None, chunk: int) -> Tensor:
         """Fill the cache with a prompt [B, T]; returns the logits [B, vocabulary] of its last column."""
@@ -201,23 +223,6 @@ def _session(model: Any, fused: FusedDecoder, batch: int, length: int) -> Sessio
     return session
 
 
-@dataclass(frozen=True)
-class _Numbers:
-    """The numbers among the arguments; making one checks them."""
-
-    max_new_tokens: int
-    prefill_chunk: int
-    seed: int | None = None
-    pad_token_id: int | None = None
-
-    def __post_init__(self) -> None:
-        check_types(self)
-        for name in ("max_new_tokens", "prefill_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"generate: {name}={getattr(self, name)} must be at least 1")
-        check_seed("generate: seed", self.seed)
-
-
 def _fused(model: Any) -> FusedDecoder:
     decoder = getattr(model, getattr(model, "base_model_prefix", ""), None)
     fused: FusedDecoder | None = getattr(decoder, "__dict__", {}).get("quarot_fused")
@@ -227,46 +232,6 @@ def _fused(model: Any) -> FusedDecoder:
             "(logger 'quarot' at level INFO says why it is off); use model.generate"
         )
     return fused
-
-
-def _check_tokens(model: Any, ids: Any, mask: Any) -> None:
-    if not isinstance(ids, Tensor) or ids.dim() != 2 or not ids.numel() or ids.dtype != torch.int64:
-        raise ValueError(f"generate: input_ids must be int64 [batch >= 1, tokens >= 1], got {_what(ids)}")
-    device = model.get_input_embeddings().weight.device
-    if ids.device != device:
-        raise ValueError(f"generate: input_ids are on {ids.device}, the model on {device}")
-    check_token_ids(model, ids)
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.shape != ids.shape or mask.device != device:
-        raise ValueError(f"generate: attention_mask must be {list(ids.shape)} on {device}, got {_what(mask)}")
-    if not bool(((mask == 0) | (mask == 1)).all()) or not bool(mask[:, -1].all()):
-        raise ValueError("generate: attention_mask must hold 0 and 1, and 1 in its last column: pad on the left")
-
-
-def _check_streamer(streamer: Any, batch: int) -> None:
-    if streamer is None:
-        return
-    if not (callable(getattr(streamer, "put", None)) and callable(getattr(streamer, "end", None))):
-        raise ValueError(f"generate: a streamer has put(tokens) and end(), got {streamer!r}")
-    if batch != 1:
-        raise ValueError(f"generate: a streamer takes one row, got a batch of {batch}")
-
-
-def _what(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"{value.dtype} {tuple(value.shape)} on {value.device}"
-
-
-def _end_tokens(model: Any, eos: int | Iterable[int] | None) -> Tensor:
-    if eos is None:
-        eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    given = eos.tolist() if isinstance(eos, Tensor) else eos
-    values = [] if given is None else list(given) if isinstance(given, Iterable) else [given]
-    if not all(type(value) is int for value in values):
-        raise ValueError(f"generate: eos_token_id={eos!r} must be a token id or several")
-    return torch.tensor(values, dtype=torch.int64, device=model.get_input_embeddings().weight.device)
 
 
 def _pad_token(model: Any, pad: int | None, ends: Tensor) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import TextStreamer
@@ -189,3 +191,25 @@ def test_an_interrupted_generation_leaves_the_model_usable(model, token_ids):
     with pytest.raises(KeyboardInterrupt):
         quarot.generate(model, ids, max_new_tokens=10, eos_token_id=(), streamer=Impatient())
     assert torch.equal(quarot.generate(model, ids, max_new_tokens=10, eos_token_id=()), expected)
+
+
+def test_threads_take_turns(model, token_ids):
+    """All calls of a model share a cache: at once they would write into each other's rows."""
+    prompts = [token_ids[:1, start:] for start in range(4)]
+    expected = [quarot.generate(model, ids, max_new_tokens=8) for ids in prompts]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda ids: quarot.generate(model, ids, max_new_tokens=8), prompts))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_streamer_that_generates_is_refused(model, token_ids):
+    class Nested:
+        def put(self, value):
+            quarot.generate(model, token_ids[:1], max_new_tokens=2)
+
+        def end(self):
+            pass
+
+    with pytest.raises(RuntimeError, match="called by its own streamer"):
+        quarot.generate(model, token_ids[:1], max_new_tokens=2, streamer=Nested())
+    assert quarot.generate(model, token_ids[:1], max_new_tokens=2).shape == (1, token_ids.shape[1] + 2)
