@@ -307,6 +307,14 @@ def test_a_path_without_a_model_is_refused_at_once(tmp_path):
         quarot.load(None)
 
 
+@pytest.mark.parametrize("dtype", ["half2", torch.int8, torch.float8_e4m3fn, 16])
+def test_a_dtype_that_no_model_computes_in_is_refused(dtype, quantized_model, tmp_path):
+    quantized_model().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"dtype={dtype!r} must be 'auto', or a torch.dtype"):
+        quarot.load(tmp_path, dtype=dtype)
+    assert quarot.load(tmp_path, dtype="float16").dtype == torch.float16
+
+
 def test_tensor_parallel_is_refused(quantized_model):
     from transformers.distributed.configuration_utils import DistributedConfig
 

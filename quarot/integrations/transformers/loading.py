@@ -18,12 +18,14 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         kwargs: passed on (``device_map``, ``dtype``, ...).
 
     Raises:
-        ValueError: not a quarot checkpoint, one of a newer format, or a corrupt or incomplete one.
+        ValueError: not a quarot checkpoint, one of a newer format, or a corrupt or incomplete one; a ``dtype`` that no
+            model computes in.
         OSError: nothing to load there.
         TypeError: ``path`` is neither.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    _check_dtype(kwargs.get("dtype", kwargs.get("torch_dtype")))
     if "subfolder" not in kwargs:
         check_source(path)
         read_config(path)
@@ -43,3 +45,12 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         raise ValueError(
             f"{path}: model.safetensors.index.json is corrupt or truncated ({error}); copy or save the checkpoint again"
         ) from None
+
+
+def _check_dtype(dtype: Any) -> None:
+    import torch
+
+    kind = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    whole = isinstance(kind, torch.dtype) and kind.is_floating_point and kind.itemsize > 1
+    if not (dtype is None or dtype == "auto" or whole):
+        raise ValueError(f"dtype={dtype!r} must be 'auto', or a torch.dtype of 16 bits or more, such as torch.bfloat16")
