@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen3Config
@@ -130,3 +132,19 @@ def test_an_interrupted_generation_leaves_everything_usable(model):
         quarot.generate(model, ids, max_new_tokens=30, eos_token_id=(), streamer=Impatient())
     assert torch.equal(quarot.generate(model, ids, max_new_tokens=30, eos_token_id=()), expected)
     assert torch.equal(greedy(model, ids, 30), expected)
+
+
+def test_threads_take_turns(model):
+    ids = torch.randint(3, 500, (4, 33), device="cuda")
+    expected = [quarot.generate(model, row[None], max_new_tokens=12) for row in ids]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda row: quarot.generate(model, row[None], max_new_tokens=12), ids))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_fused_path_refuses_backward(model):
+    ids = torch.randint(3, 500, (2, 33), device="cuda")
+    model.get_input_embeddings().weight.requires_grad_()
+    loss = model(ids, labels=ids, use_cache=False).loss
+    with pytest.raises(RuntimeError, match="a quantised model has no gradient"):
+        loss.backward()
