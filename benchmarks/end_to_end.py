@@ -25,6 +25,7 @@ PREFILL = (("llama-2-7b", 8, 2048),)
 BLOCKS = (("llama-2-70b", 8, 2048), ("llama-2-7b", 8, 2048))
 MEMORY = (("llama-2-7b", 16, 2048),)
 WHOLE = (("llama-2-70b", 1024, 1),)
+INT8_HEAD = (("llama-2-7b", 1024, 1),)
 _EAGER_UP_TO = 64 * 1024  # cached tokens: beyond, an eager fp16 step only repeats the graph's time
 
 
@@ -36,6 +37,9 @@ def rows(options: Options) -> Iterator[Row]:
         for model, context, batches in DECODE:
             if model in options.models:
                 yield from _decode(SHAPES[model], context, batches[:1] if options.quick else batches)
+        for model, context, batch in INT8_HEAD:
+            if model in options.models and not options.quick:
+                yield from _decode(SHAPES[model], context, (batch,), layer="lm_head int8", lm_head_bits=8)
         for model, batch, length in PREFILL:
             if model in options.models:
                 yield from _forward("e2e_prefill", SHAPES[model], None, batch, length)
@@ -50,17 +54,20 @@ def rows(options: Options) -> Iterator[Row]:
                 yield from _decode(SHAPES[model], context, (batch,), peers=False)
 
 
-def _ours(shape: Shape, layers: int | None = None) -> Quantized:
-    return Quantized.random_codes(config_of(shape, layers), QuarotConfig(w_method="rtn"), torch.float16, "cuda")
+def _ours(shape: Shape, layers: int | None = None, **settings: Any) -> Quantized:
+    recipe = QuarotConfig(w_method="rtn", **settings)
+    return Quantized.random_codes(config_of(shape, layers), recipe, torch.float16, "cuda")
 
 
 def _theirs(shape: Shape, layers: int | None = None) -> Subject:
     return Subject.random(config_of(shape, layers), torch.float16, "cuda")
 
 
-def _decode(shape: Shape, context: int, batches: tuple[int, ...], peers: bool = True) -> Iterator[Row]:
+def _decode(
+    shape: Shape, context: int, batches: tuple[int, ...], peers: bool = True, layer: str | None = None, **settings: Any
+) -> Iterator[Row]:
     mine: dict[int, float] = {}
-    ours = _ours(shape)
+    ours = _ours(shape, **settings)
     embedding = ours.model.get_input_embeddings().weight
     weights = sum(p.numel() * p.element_size() for p in ours.model.parameters() if p is not embedding)
     cached: dict[int, int] = {}
@@ -80,15 +87,15 @@ def _decode(shape: Shape, context: int, batches: tuple[int, ...], peers: bool = 
         common = {"m": batch, "n": context, "dtype": "float16", "us": mine[batch] * 1e3, "roof_us": roof * 1e6}
         common["tokens_per_s"] = round(batch / mine[batch] * 1e3, 1)
         if theirs is None:
-            yield Row("e2e_decode", shape.model, **common)
+            yield Row("e2e_decode", shape.model, layer, **common)
             continue
         peer: Decode | None = theirs.decode(batch, context, room=1)
         if batch * context <= _EAGER_UP_TO:
             eager = milliseconds(peer.step, 3, 2)
-            yield Row("e2e_decode", shape.model, **common, peer="transformers_fp16_eager", peer_us=eager * 1e3)
+            yield Row("e2e_decode", shape.model, layer, **common, peer="transformers_fp16_eager", peer_us=eager * 1e3)
         graph: Decode | None = Recorded(peer)
         recorded = milliseconds(graph.step, 5, 4)
-        yield Row("e2e_decode", shape.model, **common, peer="transformers_fp16_graph", peer_us=recorded * 1e3)
+        yield Row("e2e_decode", shape.model, layer, **common, peer="transformers_fp16_graph", peer_us=recorded * 1e3)
         peer = graph = None
         release(CUDA)
     del theirs

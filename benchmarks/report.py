@@ -264,7 +264,9 @@ def summary(results: Path = RESULTS) -> str:
         for (op, peer, gpu), ranges in kernels.items()
     ]
     parts = [f"Ratio = time (or memory) of the peer / ours; {_commits(rows)}. Whole models (m = batch, n = context):"]
-    parts.append(table(whole, ("op", "model", "m", "n", "us", "tokens_per_s", "peer", "peer_us", "ratio", "gpu")))
+    layer = ("layer",) if any(row.get("layer") for row in whole) else ()
+    columns = ("op", "model", *layer, "m", "n", "us", "tokens_per_s", "peer", "peer_us", "ratio", "gpu")
+    parts.append(table(whole, columns))
     parts.append("Kernels, geometric mean over shapes (m = tokens; batch for attention):")
     parts.append(table(means, ("op", "peer", *(f"m {name}" for _, name in _M_RANGES), "gpu")))
     return "\n\n".join(parts)
