@@ -70,10 +70,9 @@ __device__ __forceinline__ void store_some(void* out, DType dtype, std::int64_t 
     *reinterpret_cast<Narrow*>(static_cast<std::uint16_t*>(out) + i) = *reinterpret_cast<const Narrow*>(words);
 }
 
-// s * code + b of byte `Byte` of `codes`; a code behind 0x4b0000 is 2^23 + code as a float.
-template <int Byte>
-__device__ __forceinline__ float dequantize(std::uint32_t codes, float2 sb) {
-    const float code = __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 | Byte)) - 8388608.0f;
+// s * code + b of a byte of `codes`; a code behind 0x4b0000 is 2^23 + code as a float.
+__device__ __forceinline__ float dequantize(std::uint32_t codes, int byte, float2 sb) {
+    const float code = __uint_as_float(__byte_perm(codes, 0x4b000000u, 0x7440 | byte)) - 8388608.0f;
     return __fadd_rn(__fmul_rn(code, sb.x), sb.y);
 }
 
@@ -99,36 +98,26 @@ struct GatherTile : Tile<D, Bits, Groups> {
                 [kBlockTokens * group + offset]);
     }
 
-    __device__ __forceinline__ static void key(const GatherParams& p, int token, int head, int place) {
+    // The lane's share of a token: of every mma 4 neighbouring dims of a key, 2 of a value.
+    template <Side S>
+    __device__ __forceinline__ static void share(const GatherParams& p, int token, int head, int place) {
+        constexpr int kCount = S == Side::kKey ? 4 : 2;
         const int slot = load_slot(p, token), offset = slot < 0 ? 0 : slot % kBlockTokens;
         const std::uint8_t* block = slot_block(p, slot < 0 ? 0 : slot, head, kBlockBytes);
         alignas(16) std::uint32_t words[kWords];
-        load(Base::key_piece(block, offset, place), slot >= 0, words);
+        load(S == Side::kKey ? Base::key_piece(block, offset, place) : Base::value_piece(block, offset, place), slot >= 0,
+             words);
         if (token >= p.tokens) return;
-        const std::int64_t row = (static_cast<std::int64_t>(token) * p.kv_heads + head) * D + 4 * place;
+        const int half = S == Side::kKey ? 0 : 16 * (offset % 2);  // of a word of values, which two tokens share
+        const std::int64_t row = (static_cast<std::int64_t>(token) * p.kv_heads + head) * D + kCount * place;
 #pragma unroll
         for (int mma = 0; mma < D / 16; ++mma) {
-            const float2 sb = params(block, Side::kKey, mma / kPer, offset, slot >= 0);
-            const std::uint32_t codes = words[mma / kPairs] >> (Bits * (mma % kPairs)) & kMask;
-            alignas(16) const float x[4] = {dequantize<0>(codes, sb), dequantize<1>(codes, sb),
-                                            dequantize<2>(codes, sb), dequantize<3>(codes, sb)};
-            store_some(p.key, p.dtype, row + 16 * mma, x);
-        }
-    }
-
-    __device__ __forceinline__ static void value(const GatherParams& p, int token, int head, int place) {
-        const int slot = load_slot(p, token), offset = slot < 0 ? 0 : slot % kBlockTokens;
-        const std::uint8_t* block = slot_block(p, slot < 0 ? 0 : slot, head, kBlockBytes);
-        alignas(16) std::uint32_t words[kWords];
-        load(Base::value_piece(block, offset, place), slot >= 0, words);
-        if (token >= p.tokens) return;
-        const std::int64_t row = (static_cast<std::int64_t>(token) * p.kv_heads + head) * D + 2 * place;
+            const float2 sb = params(block, S, mma / kPer, offset, slot >= 0);
+            const std::uint32_t codes = words[mma / kPairs] >> (Bits * (mma % kPairs) + half) & kMask;
+            alignas(16) float x[kCount];
 #pragma unroll
-        for (int mma = 0; mma < D / 16; ++mma) {
-            const float2 sb = params(block, Side::kValue, mma / kPer, offset, slot >= 0);
-            const std::uint32_t codes = words[mma / kPairs] >> (Bits * (mma % kPairs) + 16 * (offset % 2)) & kMask;
-            alignas(8) const float x[2] = {dequantize<0>(codes, sb), dequantize<1>(codes, sb)};
-            store_some(p.value, p.dtype, row + 16 * mma, x);
+            for (int i = 0; i < kCount; ++i) x[i] = dequantize(codes, i, sb);
+            store_some(S == Side::kKey ? p.key : p.value, p.dtype, row + 16 * mma, x);
         }
     }
 };
@@ -144,10 +133,11 @@ __global__ void __launch_bounds__(32 * kTileWarps) gather_tile_kernel(const __gr
     const int base = (blockIdx.x * kTileWarps + threadIdx.x / 32) * kTileTokens;
     if (base < p.tokens) {
         if (blockIdx.z == 0) {
-            Gather::key(p, base + lane / 4, blockIdx.y, lane % 4);
+            Gather::template share<Side::kKey>(p, base + lane / 4, blockIdx.y, lane % 4);
         } else {
-            Gather::value(p, base + 2 * (lane % 4), blockIdx.y, lane / 4);
-            Gather::value(p, base + 2 * (lane % 4) + 1, blockIdx.y, lane / 4);
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+                Gather::template share<Side::kValue>(p, base + 2 * (lane % 4) + i, blockIdx.y, lane / 4);
         }
     }
     pdl_trigger();
