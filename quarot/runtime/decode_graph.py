@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quarot.nn.page_table import Step
 from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.ops import registry
 
 if TYPE_CHECKING:
     from quarot.runtime.fused_decoder import FusedDecoder
@@ -28,8 +29,12 @@ Next = Callable[[Tensor], Tensor]
 
 
 def enabled(device: torch.device) -> bool:
-    """Whether decode steps on this device are recorded (``QUAROT_CUDA_GRAPHS=0`` turns it off)."""
-    return device.type == "cuda" and os.environ.get("QUAROT_CUDA_GRAPHS", "1") != "0"
+    """Whether decode steps on this device are recorded (``QUAROT_CUDA_GRAPHS=0`` turns it off).
+
+    Reference ops are not: some make tensors on the CPU, and a graph recorded before would replay kernels instead.
+    """
+    wanted = os.environ.get("QUAROT_CUDA_GRAPHS", "1") != "0"
+    return device.type == "cuda" and wanted and not registry.forces_reference()
 
 
 class DecodeGraph:
