@@ -21,7 +21,7 @@ struct DecodeConfig {
     static constexpr int kKeyGroups = KeyBits == 16 ? 1 : D / KeyGroup;
     static constexpr int kValueGroups = ValueBits == 16 ? 1 : D / ValueGroup;
     static constexpr int kKeyGroup = D / kKeyGroups, kValueGroup = D / kValueGroups;
-    static constexpr int kBlocks = Blocks_;
+    static constexpr int kBlocks = Blocks_, kBlocksLog2 = Blocks_ == 4 ? 2 : Blocks_ == 2 ? 1 : 0;
     static constexpr bool kBf16 = Bf16_;  // raw 16-bit pools of a bf16 model; packed pools always compute in fp16
     static constexpr int kMmas = D / 16;
     static constexpr int kStageTokens = 16 * kBlocks;
@@ -46,22 +46,90 @@ struct WarpState {
     float out[C::kMmas][4];  // mma i: dims 16 i + 2 (lane / 4), + 1 (pairs of registers), both columns
     float max[2], sum[2];
     float offset_sum[C::kValueGroups][2];  // sum p b
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < C::kMmas; ++i)
+#pragma unroll
+            for (int j = 0; j < 4; ++j) out[i][j] = 0.0f;
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+            max[column] = kMasked, sum[column] = 0.0f;
+#pragma unroll
+            for (int g = 0; g < C::kValueGroups; ++g) offset_sum[g][column] = 0.0f;
+        }
+    }
+
+    // Sums over the tokens, which lie in different lanes; afterwards lanes of equal lane % 4 agree.
+    __device__ __forceinline__ void add_lanes() {
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+#pragma unroll
+            for (int distance = 4; distance <= 16; distance *= 2) {
+                sum[column] += __shfl_xor_sync(kFullWarp, sum[column], distance);
+#pragma unroll
+                for (int g = 0; g < C::kValueGroups; ++g)
+                    offset_sum[g][column] += __shfl_xor_sync(kFullWarp, offset_sum[g][column], distance);
+            }
+        }
+    }
+
+    // After add_lanes(): f(mma, column, outputs of dims 16 mma + 2 (lane / 4) and the next), unnormalised.
+    template <typename F>
+    __device__ __forceinline__ void for_each_output(F&& f) const {
+        for_each_chunk<C::kD, plane_width(C::kValueBits)>([&](auto dims, auto base) {
+            constexpr int kDims = decltype(dims)::value, kBase = decltype(base)::value;
+            using Codes = ChunkCodes<C::kValueBits, kDims>;
+            const auto step = [&](auto index) {
+                constexpr int i = decltype(index)::value, kMma = kBase / 16 + i;
+                constexpr int kGroup = kMma * 16 / C::kValueGroup;
+                constexpr float kFactor =
+                    C::kValueBits == 16 ? 1.0f : 16777216.0f / (1 << (Codes::kWidth * (i % Codes::kClasses)));
+#pragma unroll
+                for (int column = 0; column < 2; ++column) {
+                    const float offset = C::kValueBits == 16 ? 0.0f : offset_sum[kGroup][column];
+                    f(kMma, column, float2{out[kMma][column] * kFactor + offset, out[kMma][2 + column] * kFactor + offset});
+                }
+            };
+            for_each_index<kDims / 16>(step);
+        });
+    }
 };
 
+// What the rows of a tile see: `start` <= j < `end` for the two columns of the lane, the first two numbers for all rows.
 struct RowLimits {
-    int end[2], start[2];  // of the two columns of the lane: visible tokens are start <= j < end
+    int end[2], start[2];
+    int common_start, common_end;
+
+    __device__ __forceinline__ RowLimits(const DecodeParams& p, int length, int tile, int rows, int lane) {
+        const int first_end = p.causal ? length - p.tokens + 1 : length;  // of query token 0
+        const auto end_of = [&](int row) { return p.tokens == 1 || !p.causal ? first_end : first_end + row / p.group; };
+        const int first_row = tile * kTileRows, last_row = min(first_row + kTileRows, rows) - 1;
+#pragma unroll
+        for (int column = 0; column < 2; ++column) {
+            end[column] = end_of(min(first_row + 2 * (lane % 4) + column, rows - 1));
+            start[column] = p.window > 0 ? end[column] - p.window : 0;
+        }
+        common_end = end_of(first_row);
+        common_start = p.window > 0 ? end_of(last_row) - p.window : 0;
+    }
+
+    __device__ __forceinline__ bool all_see(int token, int count) const {
+        return token + count <= common_end && token >= common_start;
+    }
 };
 
-template <typename C, bool Masked>
+// `Blocks` blocks of 16 tokens from `stage` on, of which the first `blocks` hold tokens.
+template <typename C, bool Masked, int Blocks = C::kBlocks>
 __device__ __forceinline__ void attend_stage(const std::uint8_t* stage, int blocks, int base_token, int length,
                                              const RowLimits& limits, const std::uint32_t (&query)[C::kMmas][2],
                                              const float (&query_sum)[C::kKeyGroups][2], float scale_log2,
                                              WarpState<C>& state, int lane) {
     constexpr KVFormat kFormat = C::kFormat;
     const int row = lane / 4;
-    float score[C::kBlocks][4];
+    float score[Blocks][4];
 #pragma unroll
-    for (int block = 0; block < C::kBlocks; ++block) {
+    for (int block = 0; block < Blocks; ++block) {
         const std::uint8_t* codes = stage + block * C::kBlockBytes;
         constexpr int kClasses = code_classes(C::kKeyBits);
         float dot[C::kKeyGroups][kClasses][4];
@@ -119,7 +187,7 @@ __device__ __forceinline__ void attend_stage(const std::uint8_t* stage, int bloc
 
     float peak[2] = {kMasked, kMasked};
 #pragma unroll
-    for (int block = 0; block < C::kBlocks; ++block)
+    for (int block = 0; block < Blocks; ++block)
 #pragma unroll
         for (int i = 0; i < 4; ++i) peak[i % 2] = fmaxf(peak[i % 2], score[block][i]);
 #pragma unroll
@@ -146,7 +214,7 @@ __device__ __forceinline__ void attend_stage(const std::uint8_t* stage, int bloc
     const float shift[2] = {C::kProbabilityBias - state.max[0], C::kProbabilityBias - state.max[1]};
 
 #pragma unroll
-    for (int block = 0; block < C::kBlocks; ++block) {
+    for (int block = 0; block < Blocks; ++block) {
         const std::uint8_t* codes = stage + block * C::kBlockBytes;
         float p[4];
 #pragma unroll

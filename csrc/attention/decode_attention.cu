@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "attention/variants.h"
+#include "device/cluster.cuh"
 #include "device/launch.cuh"
 
 namespace quarot {
@@ -15,6 +16,11 @@ constexpr int kMaxSplits = 32;        // pieces of a sequence: more make the mer
 // costs one its fixed time; halves where small ones share an SM and hide it (1 x 32k + 15 x 2k: 34.5 us with 50, 30.5 with
 // 100; 64 uniform 1..8k: 100 and 109).
 constexpr int kMixedPercentLarge = 100, kMixedPercentSmall = 50;
+constexpr int kMaxCluster = 8;    // what every GPU with clusters takes
+constexpr int kClusterTokens = 16384;  // a sequence: beyond, bandwidth counts and the work list serves it better
+constexpr int kClusterBatch = 1;  // sequences up to which clusters are used: they do not even out different lengths
+constexpr int kRehearsals = 1;
+constexpr int kGroupBlocks = 8;   // of 16 tokens a warp: beyond, a second cluster saves more than it costs to merge
 
 bool same_side(const KVFormat& a, const KVFormat& b, Side side) {
     return a.bits(side) == b.bits(side) && (a.bits(side) == 16 || a.group(side) == b.group(side));
@@ -34,6 +40,12 @@ const DecodeVariant* find_variant(const KVFormat& format, DType dtype) {
     return nullptr;
 }
 
+int log2_or_minus_one(int x) {
+    int shift = 0;
+    while (1 << shift < x) ++shift;
+    return 1 << shift == x ? shift : -1;
+}
+
 int device_attribute(cudaDeviceAttr attribute) {
     int device = 0, value = 0;
     cudaGetDevice(&device);
@@ -45,6 +57,54 @@ int device_attribute(cudaDeviceAttr attribute) {
 std::size_t shared_bytes(const DecodeVariant& v, int warps, int stages, bool rotate) {
     return static_cast<std::size_t>(warps) * (stages * (v.stage_bytes + 8) + kTileRows * 8) +
            (rotate ? kTileRows * v.format.head_dim * 2 : 0);
+}
+
+// The same with the area in which a CTA of a cluster receives its slice of every warp's result (merge_cluster.cuh).
+std::size_t cluster_shared_bytes(const DecodeVariant& v, int warps, int stages, int cluster) {
+    const int part_floats = v.format.head_dim / cluster * kTileRows + 4;
+    return shared_bytes(v, warps, stages, true) + static_cast<std::size_t>(warps) * cluster * part_floats * 4 +
+           static_cast<std::size_t>(warps) * (cluster - 1) * kTileRows * 8 + 8;
+}
+
+// Clusters of `cluster` CTAs with this much shared memory that the device holds at once; 0 where it has no clusters.
+int resident_clusters(const DecodeVariant& v, int threads, std::size_t bytes, int cluster) {
+#ifdef QUAROT_FORCE_CP_ASYNC
+    return 0;
+#endif
+    if (device_capability() < 90) return 0;
+    cudaFuncSetAttribute(v.cluster_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(cluster), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
+    config.attrs = &attribute, config.numAttrs = 1;
+    int count = 0;
+    return cudaOccupancyMaxActiveClusters(&count, v.cluster_kernel, &config) == cudaSuccess ? count : 0;
+}
+
+// Fills in the cluster fields of a plan if clusters serve the shape: two CTAs an SM at most, all of them resident.
+void plan_clusters(const DecodeVariant& v, const DecodeShape& s, const DecodeTuning& tuning, int multiprocessors,
+                   DecodePlan& plan) {
+    const int columns = s.batch * s.kv_heads * plan.tiles;
+    if (!v.cluster_kernel || tuning.cluster == 1 || tuning.ctas_per_sm || tuning.max_splits || tuning.mixed_percent) return;
+    if (tuning.cluster == 0 && (s.batch > kClusterBatch || s.max_tokens > kClusterTokens)) return;
+    int cluster = tuning.cluster ? tuning.cluster : kMaxCluster;
+    while (cluster > 1 && (cluster > s.format.head_dim / 16 || columns * cluster > 2 * multiprocessors)) cluster /= 2;
+    const int warps = std::min(tuning.warps ? tuning.warps : kClusterThreads / 32, kClusterThreads / 32);
+    const int stages = tuning.ring_stages ? tuning.ring_stages : 1;
+    int groups = 0;
+    for (; cluster > 1; cluster /= 2) {
+        const int resident = resident_clusters(v, 32 * warps, cluster_shared_bytes(v, warps, stages, cluster), cluster);
+        groups = std::min({resident / columns, 2 * multiprocessors / (columns * cluster), 16});
+        if (groups > 0) break;
+    }
+    if (groups < 1) return;
+    plan.cluster = cluster, plan.groups = groups, plan.warps = warps, plan.ring_stages = stages;
+    plan.group_blocks = tuning.group_blocks ? tuning.group_blocks : kGroupBlocks;
+    plan.rehearsals = tuning.rehearsals ? std::max(tuning.rehearsals, 0) : kRehearsals;
+    plan.grid = plan.items = columns * groups * cluster;
+    plan.max_splits = groups;
 }
 
 }  // namespace
@@ -83,15 +143,30 @@ DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
     if (tuning.mixed_percent) plan.mixed_percent = tuning.mixed_percent;
     plan.items = static_cast<int>(
         std::min<std::int64_t>(most, columns + static_cast<std::int64_t>(plan.cta_slots) * (100 + plan.mixed_percent) / plan.mixed_percent));
+    if (v) plan_clusters(*v, s, tuning, multiprocessors, plan);
     return plan;
 }
 
 cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, DecodeParams params, cudaStream_t stream) {
+    params.group = s.query_heads / s.kv_heads;
+    params.page_shift = log2_or_minus_one(params.page_blocks);
     params.tiles = plan.tiles, params.max_splits = plan.max_splits, params.cta_slots = plan.cta_slots;
     params.ring_stages = plan.ring_stages, params.mixed_piece = 0.01f * plan.mixed_percent;
     if (plan.ring_stages == 0) return launch_generic_decode(s.format, plan.grid, params, stream);
     const DecodeVariant* v = find_variant(s.format, s.dtype);
     if (!v) return cudaErrorInvalidValue;
+    if (plan.cluster) {
+        params.cluster = plan.cluster, params.groups = plan.groups, params.group_blocks = plan.group_blocks;
+        params.rehearsals = plan.rehearsals;
+        params.cluster_shift = log2_or_minus_one(plan.cluster);
+        params.slice_shift = log2_or_minus_one(s.format.head_dim / 16 / plan.cluster);
+        const std::size_t shared = cluster_shared_bytes(*v, plan.warps, plan.ring_stages, plan.cluster);
+        const cudaError_t status = cudaFuncSetAttribute(v->cluster_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                        static_cast<int>(shared));
+        if (status != cudaSuccess) return status;
+        const dim3 grid(plan.cluster * plan.groups, s.kv_heads * plan.tiles, s.batch);
+        return launch_clusters(v->cluster_kernel, plan.cluster, grid, dim3(32 * plan.warps), shared, stream, params);
+    }
     const std::size_t bytes = shared_bytes(*v, plan.warps, plan.ring_stages, params.rotate_order != 0);
     const cudaError_t status =
         cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));

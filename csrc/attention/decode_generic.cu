@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kThreads)
     __shared__ int last_flag;
     const GenericShared s(shared_bytes, f);
     const int dims = f.head_dim, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int columns = p.kv_heads * p.tiles, group = p.query_heads / p.kv_heads, rows = p.tokens * group;
+    const int columns = p.kv_heads * p.tiles, group = p.group, rows = p.tokens * group;
     const bool bf16 = p.dtype == DType::kBFloat16;
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
         float out[kOutputs];  // element threadIdx.x + kThreads * i of [8, D]
 #pragma unroll
         for (int i = 0; i < kOutputs; ++i) out[i] = 0.0f;
-        const int first_end = work.length - p.tokens + 1;
+        const int first_end = p.causal ? work.length - p.tokens + 1 : work.length;
         if (work.first < work.last) fetch_block(s.block[0], p, f, work, kv_head, work.first);
         for (int stage = work.first; stage < work.last; ++stage) {
             const int tokens = min(kBlockTokens, work.length - stage * kBlockTokens);
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads)
                 }
                 float dot = (dots[0] + dots[1]) + (dots[2] + dots[3]);
                 dot += __shfl_xor_sync(kFullWarp, dot, 1);
-                const int end = first_end + (tile * kTileRows + min(warp, tile_rows - 1)) / group;
+                const int end = first_end + (p.causal ? (tile * kTileRows + min(warp, tile_rows - 1)) / group : 0);
                 const bool visible =
                     token < tokens && position < end && (p.window <= 0 || position >= end - p.window);
                 const float score = visible ? dot * p.scale_log2 : kMasked;

@@ -7,6 +7,8 @@
 
 namespace quarot {
 
+constexpr int kClusterThreads = 128;  // of a CTA of decode_cluster.cuh at most: several CTAs an SM, registers for all
+
 // Notation: B sequences, T new tokens each, Hq query heads, Hk kv heads, D head_dim, R = T * Hq/Hk query rows of a kv head.
 struct DecodeParams {
     const void* query;          // [B, T, Hq, D] of dtype
@@ -21,7 +23,10 @@ struct DecodeParams {
     const std::int8_t* rotation_signs;  // [order, order] of R3, null for order 1
     DType dtype;
     int batch, tokens, query_heads, kv_heads;
+    int group;       // Hq / Hk
+    int page_shift;  // log2 of page_blocks, or -1
     int num_pages, max_pages, page_blocks;
+    bool causal;     // query t sees length - T + 1 + t keys; false: all of them
     int tiles;       // row tiles of 8: ceil(R / 8)
     int max_splits;  // pieces of a sequence at most
     int cta_slots;   // CTAs the whole device holds at once, what the piece count aims for
@@ -29,6 +34,10 @@ struct DecodeParams {
     int window;      // > 0: every query sees its last `window` keys only
     int rotate_order, rotate_pow2;  // R3 on the queries, 0 = none
     int ring_stages;                // of every warp's private ring
+    int cluster, groups;            // decode_cluster.cuh: CTAs of a cluster, clusters of a column at most
+    int cluster_shift, slice_shift; // log2 of cluster, of the mmas (16 dims) that one CTA adds up
+    int rehearsals;                 // runs of the arithmetic before the wait, to have its instructions in the cache
+    int group_blocks;               // and how many 16-token blocks a warp takes before more than one cluster works
     float scale_log2;               // score scale * log2(e)
 };
 

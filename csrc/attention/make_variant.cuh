@@ -1,6 +1,7 @@
 // One row of a variants table: instantiates the kernel of a format.
 #pragma once
 
+#include "attention/decode_cluster.cuh"
 #include "attention/decode_kernel.cuh"
 #include "attention/variants.h"
 
@@ -13,7 +14,10 @@ template <int D, int KeyBits, int ValueBits, int KeyGroup = D, int ValueGroup = 
 DecodeVariant make_variant() {
     constexpr KVFormat kFormat{D, KeyBits, ValueBits, KeyGroup, ValueGroup};
     using Config = DecodeConfig<D, KeyBits, ValueBits, KeyGroup, ValueGroup, stage_blocks(kFormat.block_bytes()), Bf16>;
-    return {kFormat, Bf16, decode_kernel<Config>, Config::kStageBytes, Config::kBlocks};
+    DecodeKernel cluster_kernel = nullptr;
+    if constexpr (KeyBits == ValueBits && (KeyBits == 4 || KeyBits == 8) && (D == 64 || D == 128))
+        cluster_kernel = cluster_decode_kernel<Config>;
+    return {kFormat, Bf16, decode_kernel<Config>, cluster_kernel, Config::kStageBytes, Config::kBlocks};
 }
 
 }  // namespace quarot

@@ -21,9 +21,10 @@ __device__ __forceinline__ void store_four(const DecodeParams& p, std::int64_t i
     }
 }
 
-// Output row (b, t, head) of row `row` of a kv head's query rows.
+// Output row (b, t, head) of row `row` of a kv head's query rows. One token is the common case and needs no division.
 __device__ __forceinline__ std::int64_t output_row(const DecodeParams& p, int sequence, int kv_head, int row) {
-    const int group = p.query_heads / p.kv_heads;
+    const int group = p.group;
+    if (p.tokens == 1) return static_cast<std::int64_t>(sequence) * p.query_heads + kv_head * group + row;
     return (static_cast<std::int64_t>(sequence) * p.tokens + row / group) * p.query_heads + kv_head * group +
            row % group;
 }
@@ -59,7 +60,7 @@ __device__ __forceinline__ void store_row(const DecodeParams& p, const Work& wor
                                           const RowSum& result) {
     const float inverse = result.sum > 0.0f ? 1.0f / result.sum : 0.0f;
     const std::int64_t target =
-        output_row(p, work.sequence, work.column / p.tiles, work.column % p.tiles * kTileRows + row);
+        output_row(p, work.sequence, kv_head_of(p, work.column), tile_of(p, work.column) * kTileRows + row);
     store_four<C>(p, target * (C::kD / 4) + quad,
                   {result.total.x * inverse, result.total.y * inverse, result.total.z * inverse,
                    result.total.w * inverse});
@@ -73,7 +74,7 @@ __device__ __forceinline__ void merge_and_store(const DecodeParams& p, const Wor
     constexpr int kQuads = C::kD / 4;
     const int columns = p.kv_heads * p.tiles;
     const int rows =
-        min(kTileRows, p.tokens * (p.query_heads / p.kv_heads) - work.column % p.tiles * kTileRows);
+        min(kTileRows, p.tokens * p.group - tile_of(p, work.column) * kTileRows);
     for (int index = threadIdx.x; index < rows * kQuads; index += blockDim.x) {
         const int row = index / kQuads, quad = index % kQuads;
         RowSum result;

@@ -18,6 +18,13 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* p) {
     return static_cast<std::uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// One arrival a phase.
+__device__ __forceinline__ void init_mbarrier(std::uint32_t mbarrier) {
+#if QUAROT_BULK_COPY
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(mbarrier) : "memory");
+#endif
+}
+
 // Stage k of the warp lives in slot k % stages. `mbarriers` are `stages` 8-byte words.
 struct Ring {
     std::uint32_t buffer, mbarriers;
@@ -33,7 +40,7 @@ struct Ring {
 #if QUAROT_BULK_COPY
         // Every byte of the cache is read once: leave L2 to others.
         asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-        if (lane < stages) asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(mbarriers + 8 * lane) : "memory");
+        if (lane < stages) init_mbarrier(mbarriers + 8 * lane);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
         __syncwarp();

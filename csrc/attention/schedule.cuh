@@ -31,6 +31,15 @@ struct Work {
     }
 };
 
+// Kv head and row tile of a column. Divisions cost some 30 instructions each, and at batch 1 instructions that run once
+// are what the time goes into (NOTES.md), so the common cases go without.
+__device__ __forceinline__ int kv_head_of(const DecodeParams& p, int column) {
+    return p.tiles == 1 ? column : column / p.tiles;
+}
+__device__ __forceinline__ int tile_of(const DecodeParams& p, int column) {
+    return p.tiles == 1 ? 0 : column % p.tiles;
+}
+
 // Volatile: read again after the programmatic-launch wait, must not come from L1.
 __device__ __forceinline__ int load_length(const DecodeParams& p, int row) {
     const int length = *reinterpret_cast<const volatile int*>(p.lengths + row);

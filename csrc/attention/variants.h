@@ -14,6 +14,7 @@ struct DecodeVariant {
     KVFormat format;
     bool bf16;  // raw bf16 pool
     DecodeKernel kernel;
+    DecodeKernel cluster_kernel;  // or null
     int stage_bytes, stage_blocks;
 };
 

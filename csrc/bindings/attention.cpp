@@ -1,9 +1,12 @@
 // Binds csrc/attention: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <array>
 #include <string>
 
 #include "attention/decode_attention.h"
+#include "attention/merge_partials.h"
 
 namespace quarot {
 namespace {
@@ -19,30 +22,34 @@ void bind_attention(pybind11::module_& m) {
         "decode_plan",
         [](int head_dim, int key_bits, int value_bits, int key_group, int value_group, int dtype, int batch, int tokens,
            int query_heads, int kv_heads, int max_tokens, int warps, int ring_stages, int ctas_per_sm, int max_splits,
-           bool generic, int mixed_percent) {
+           bool generic, int mixed_percent, int cluster, int group_blocks, int rehearsals) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                     static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads, max_tokens};
-            const DecodePlan plan = decode_plan(shape, {warps, ring_stages, ctas_per_sm, max_splits, generic, mixed_percent});
+            const DecodePlan plan = decode_plan(
+                shape, {warps, ring_stages, ctas_per_sm, max_splits, generic, mixed_percent, cluster, group_blocks, rehearsals});
             return py::make_tuple(plan.tiles, plan.max_splits, plan.cta_slots, plan.grid, plan.warps, plan.ring_stages,
-                                  plan.mixed_percent, plan.items);
+                                  plan.mixed_percent, plan.items, plan.cluster, plan.groups, plan.group_blocks,
+                                  plan.rehearsals);
         },
         py::arg("head_dim"), py::arg("key_bits"), py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"),
         py::arg("dtype"), py::arg("batch"), py::arg("tokens"), py::arg("query_heads"), py::arg("kv_heads"),
         py::arg("max_tokens"), py::arg("warps") = 0, py::arg("ring_stages") = 0, py::arg("ctas_per_sm") = 0,
-        py::arg("max_splits") = 0, py::arg("generic") = false, py::arg("mixed_percent") = 0);
+        py::arg("max_splits") = 0, py::arg("generic") = false, py::arg("mixed_percent") = 0,
+        py::arg("cluster") = 0, py::arg("group_blocks") = 0, py::arg("rehearsals") = 0);
     m.def(
         "decode_attention",
         [](std::uintptr_t query, std::uintptr_t pool, std::uintptr_t page_table, std::uintptr_t lengths,
            std::uintptr_t out, std::uintptr_t lse, std::uintptr_t partial, std::uintptr_t max_sum,
            std::uintptr_t counters, std::uintptr_t signs, int head_dim, int key_bits, int value_bits, int key_group,
            int value_group, int dtype, int batch, int tokens, int query_heads, int kv_heads, int num_pages,
-           int max_pages, int page_blocks, int window, int rotate_order, int rotate_pow2, double scale, int tiles,
+           int max_pages, int page_blocks, int window, bool causal, int rotate_order, int rotate_pow2, double scale, int tiles,
            int max_splits, int cta_slots, int grid, int warps, int ring_stages, int mixed_percent, int items,
-           std::uintptr_t stream) {
+           int cluster, int groups, int group_blocks, int rehearsals, std::uintptr_t stream) {
             const DecodeShape shape{KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                     static_cast<DType>(dtype), batch, tokens, query_heads, kv_heads,
                                     max_pages * page_blocks * kBlockTokens};
-            const DecodePlan plan{tiles, max_splits, cta_slots, grid, warps, ring_stages, mixed_percent, items};
+            const DecodePlan plan{tiles, max_splits,    cta_slots, grid,    warps,  ring_stages,
+                                  mixed_percent, items, cluster,   groups, group_blocks, rehearsals};
             DecodeParams p{};
             p.query = pointer(query), p.pool = pointer<std::uint8_t>(pool), p.page_table = pointer<int>(page_table);
             p.lengths = pointer<int>(lengths), p.out = pointer(out), p.lse = pointer<float>(lse);
@@ -50,7 +57,7 @@ void bind_attention(pybind11::module_& m) {
             p.counters = pointer<int>(counters), p.rotation_signs = pointer<std::int8_t>(signs);
             p.dtype = shape.dtype, p.batch = batch, p.tokens = tokens;
             p.query_heads = query_heads, p.kv_heads = kv_heads;
-            p.num_pages = num_pages, p.max_pages = max_pages, p.page_blocks = page_blocks, p.window = window;
+            p.num_pages = num_pages, p.max_pages = max_pages, p.page_blocks = page_blocks, p.window = window, p.causal = causal;
             p.rotate_order = rotate_order, p.rotate_pow2 = rotate_pow2;
             p.scale_log2 = static_cast<float>(scale * 1.4426950408889634);
             const cudaError_t status = decode_attention(shape, plan, p, pointer<CUstream_st>(stream));
@@ -66,9 +73,33 @@ void bind_attention(pybind11::module_& m) {
         py::arg("partial"), py::arg("max_sum"), py::arg("counters"), py::arg("signs"), py::arg("head_dim"),
         py::arg("key_bits"), py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"), py::arg("dtype"),
         py::arg("batch"), py::arg("tokens"), py::arg("query_heads"), py::arg("kv_heads"), py::arg("num_pages"),
-        py::arg("max_pages"), py::arg("page_blocks"), py::arg("window"), py::arg("rotate_order"),
+        py::arg("max_pages"), py::arg("page_blocks"), py::arg("window"), py::arg("causal"), py::arg("rotate_order"),
         py::arg("rotate_pow2"), py::arg("scale"), py::arg("tiles"), py::arg("max_splits"), py::arg("cta_slots"),
         py::arg("grid"), py::arg("warps"), py::arg("ring_stages"), py::arg("mixed_percent"), py::arg("items"),
+        py::arg("cluster"), py::arg("groups"), py::arg("group_blocks"), py::arg("rehearsals"), py::arg("stream"));
+    m.def(
+        "merge_partials",
+        [](std::array<std::uintptr_t, 2> outs, std::array<std::uintptr_t, 2> lses,
+           std::array<std::array<std::int64_t, 3>, 2> out_strides, std::array<std::array<std::int64_t, 3>, 2> lse_strides,
+           std::array<int, 2> dtypes, std::uintptr_t out, std::uintptr_t lse, int dtype, int batch, int tokens, int heads,
+           int head_dim, std::uintptr_t stream) {
+            MergeParams p{};
+            for (int i = 0; i < 2; ++i) {
+                p.parts[i].out = pointer(outs[i]), p.parts[i].lse = pointer<float>(lses[i]);
+                p.parts[i].dtype = static_cast<DType>(dtypes[i]);
+                for (int k = 0; k < 3; ++k)
+                    p.parts[i].out_stride[k] = out_strides[i][k], p.parts[i].lse_stride[k] = lse_strides[i][k];
+            }
+            p.out = pointer(out), p.lse = pointer<float>(lse), p.dtype = static_cast<DType>(dtype);
+            p.batch = batch, p.tokens = tokens, p.heads = heads, p.head_dim = head_dim;
+            const cudaError_t status = merge_partials(p, pointer<CUstream_st>(stream));
+            if (status == cudaSuccess) return;
+            throw std::runtime_error(std::string("merge_partials: ") + cudaGetErrorString(status) + " (batch=" +
+                                     std::to_string(batch) + ", tokens=" + std::to_string(tokens) + ", heads=" +
+                                     std::to_string(heads) + ", head_dim=" + std::to_string(head_dim) + ")");
+        },
+        py::arg("outs"), py::arg("lses"), py::arg("out_strides"), py::arg("lse_strides"), py::arg("dtypes"), py::arg("out"),
+        py::arg("lse"), py::arg("dtype"), py::arg("batch"), py::arg("tokens"), py::arg("heads"), py::arg("head_dim"),
         py::arg("stream"));
 }
 

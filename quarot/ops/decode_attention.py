@@ -55,12 +55,14 @@ def _row(
     length: int,
     scale: float,
     window: int,
+    causal: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """One sequence: query fp32/fp64 [T, Hq, D] -> (out [T, Hq, D], lse [T, Hq])."""
     tokens, heads, dim = query.shape
     kv_heads, page_size = pool.shape[1], 16 * pool.shape[2]
     ends = torch.arange(tokens, device=pool.device) + (length - tokens + 1)
+    ends = ends if causal else torch.full_like(ends, length)
     first = max(0, length - tokens + 1 - window) if window > 0 else 0
     position = torch.arange(first, length, device=pool.device)
     slots = pages[position // page_size].long() * page_size + position % page_size
@@ -92,6 +94,7 @@ def _reference(
     window: int,
     rotate_order: int,
     rotate_pow2: int,
+    causal: bool = True,
 ) -> tuple[Tensor, Tensor]:
     layout = KVLayout(query.shape[-1], key_bits, value_bits, key_group, value_group)
     layout.check_pool(pool)
@@ -103,7 +106,7 @@ def _reference(
     lse = torch.full(query.shape[:3], -torch.inf, dtype=torch.float32, device=query.device)
     for row, length in enumerate(lengths.tolist()):
         if length > 0:
-            result = _row(wide[row], layout, pool, page_table[row], length, scale, window, query.dtype)
+            result = _row(wide[row], layout, pool, page_table[row], length, scale, window, causal, query.dtype)
             out[row], lse[row] = result[0].to(query.dtype), result[1].float()
     return out, lse
 
@@ -132,7 +135,8 @@ def launch(
     window: int,
     rotate_order: int,
     rotate_pow2: int,
-    tuning: tuple[int, int, int, int, bool, int] = (0, 0, 0, 0, False, 0),
+    causal: bool = True,
+    tuning: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """Launch csrc/attention. ``tuning``: see DecodeTuning there (0: as planned)."""
     layout = KVLayout(query.shape[-1], key_bits, value_bits, key_group, value_group)
@@ -149,7 +153,7 @@ def launch(
     kv_heads, page_blocks, max_pages = pool.shape[1], pool.shape[2], page_table.shape[1]
     shape = (DTYPE_CODES[query.dtype], batch, tokens, heads, kv_heads, max_pages * page_blocks * BLOCK_TOKENS)
     plan = _plan(pool.device.index, *form, *shape, *tuning)
-    _, max_splits, _, _, _, ring_stages, _, items = plan
+    _, max_splits, _, _, _, ring_stages, _, items, *_ = plan
     signs = 0
     if rotate and rotate_order > 1:
         if ring_stages:  # the tensor-core kernels rotate by powers of two only
@@ -181,6 +185,7 @@ def launch(
             max_pages,
             page_blocks,
             window,
+            causal,
             rotate_order,
             rotate_pow2,
             scale,
@@ -197,7 +202,8 @@ def _available(query: Tensor, *args: object) -> str | None:
 decode_attention = registry.define_op(
     "decode_attention",
     "(Tensor query, Tensor pool, Tensor page_table, Tensor lengths, int key_bits, int value_bits, int key_group, "
-    "int value_group, float scale, int window, int rotate_order, int rotate_pow2) -> (Tensor out, Tensor lse)",
+    "int value_group, float scale, int window, int rotate_order, int rotate_pow2, bool causal=True) "
+    "-> (Tensor out, Tensor lse)",
     reference=_reference,
     fake=_fake,
     cuda=launch,
@@ -216,6 +222,7 @@ Args:
     scale: of the scores, usually D^-1/2.
     window: > 0 limits every query to its last ``window`` visible keys.
     rotate_order, rotate_pow2: R3 applied to the queries (the keys in the pool are rotated); 0, 0 = none.
+    causal: False shows every query all ``lengths`` tokens, the T queries then being none of them.
 
 A query that sees no key gives zeros and lse -inf.
 """

@@ -22,7 +22,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 ABSURD_PAGE = 2147480000
-BUILT_IN = (0, 0, 0, 0, False, 0)
+BUILT_IN: tuple[int, ...] = ()
+
+
+def clusters(size: int, group_blocks: int = 0, warps: int = 0, stages: int = 0) -> tuple[int, ...]:
+    """A tuning that takes clusters of ``size`` (1: none); one block a warp makes several share all but short rows."""
+    return (warps, stages, 0, 0, False, 0, size, group_blocks)
 
 
 @dataclass(frozen=True)
@@ -33,10 +38,11 @@ class Case:
     tokens: int = 1
     page_size: int = 64
     window: int = 0
+    causal: bool = True
     rotate: tuple[int, int] = (0, 0)
     dtype: torch.dtype = torch.float16
     q_scale: float = 1.0
-    tuning: tuple[int, int, int, int, bool, int] = BUILT_IN
+    tuning: tuple[int, ...] = BUILT_IN
 
 
 @dataclass
@@ -78,11 +84,11 @@ def _build(case: Case, seed: int = 0) -> Tensors:
 
 
 def _arguments(case: Case) -> tuple[object, ...]:
-    return (*case.form[1:], case.form[0] ** -0.5, case.window, *case.rotate)
+    return (*case.form[1:], case.form[0] ** -0.5, case.window, *case.rotate, case.causal)
 
 
 def _run(case: Case, x: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
-    return decode_op.launch(x.query, x.pool, x.page_table, x.lengths, *_arguments(case), case.tuning)
+    return decode_op.launch(x.query, x.pool, x.page_table, x.lengths, *_arguments(case), tuning=case.tuning)
 
 
 def _eager(case: Case, x: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,6 +109,7 @@ def _eager(case: Case, x: Tensors, dtype: torch.dtype) -> tuple[torch.Tensor, to
         key, value = (t.to(dtype).repeat_interleave(q_heads // kv_heads, dim=1).transpose(0, 1) for t in (key, value))
         score = (query[row].to(dtype).transpose(0, 1) @ key.transpose(1, 2)).double() * case.form[0] ** -0.5
         end = length - case.tokens + 1 + torch.arange(case.tokens, device="cuda")[:, None]
+        end = end if case.causal else torch.full_like(end, length)
         hidden = position >= end
         if case.window:
             hidden |= position < end - case.window
@@ -175,11 +182,12 @@ def test_ragged(heads: tuple[int, int], page_size: int) -> None:
 
 @pytest.mark.parametrize("length", [0, 1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 511, 513])
 def test_lengths(length: int) -> None:
-    check(Case(lengths=(length,)))
+    check(Case(lengths=(length,), tuning=clusters(1)))
 
 
 def test_long_context() -> None:
     check(Case(lengths=(131072,), heads=(4, 1)))
+    check(Case(lengths=(131072,), heads=(4, 1), tuning=clusters(1)))
     check(Case(lengths=(131071, 5, 0, 40000), heads=(4, 1), page_size=16))
 
 
@@ -187,6 +195,7 @@ def test_long_context() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_formats(name: str, dtype: torch.dtype) -> None:
     check(Case(form=FORMATS[name], dtype=dtype))
+    check(Case(form=FORMATS[name], dtype=dtype, lengths=(700,)))
     check(Case(form=FORMATS[name], dtype=dtype, page_size=16, lengths=(33, 0, 300), tokens=2, window=40))
 
 
@@ -222,6 +231,14 @@ def test_several_tokens(tokens: int, heads: tuple[int, int]) -> None:
     check(Case(tokens=tokens, heads=heads, lengths=(1, tokens - 1, tokens, 64, 500, 0, 1029)))
 
 
+@pytest.mark.parametrize("name", ["d128", "d64", "k16_v4"])
+@pytest.mark.parametrize("tokens", [2, 17, 64])
+def test_queries_that_are_not_in_the_cache(tokens: int, name: str) -> None:
+    form = FORMATS.get(name, (128, 4, 4, 128, 128))
+    check(Case(form=form, tokens=tokens, causal=False, lengths=(1, 0, 70, 1030)))
+    check(Case(form=form, tokens=tokens, causal=False, lengths=(2000,), heads=(4, 1)))
+
+
 @pytest.mark.parametrize("window", [1, 7, 64, 100, 1024])
 @pytest.mark.parametrize("tokens", [1, 4])
 def test_sliding_window(window: int, tokens: int) -> None:
@@ -235,6 +252,32 @@ def test_tunings(tuning: tuple[int, int, int, int]) -> None:
     check(Case(tuning=(*tuning, False, 0)))
     check(Case(tuning=(*tuning, False, 0), lengths=tuple(77 + 3 * i for i in range(70))))
     check(Case(tuning=(*tuning, False, 0), lengths=(9000,)))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("group_blocks", [0, 1])
+def test_clusters(size: int, group_blocks: int) -> None:
+    tuning = clusters(size, group_blocks)
+    for heads in ((8, 2), (3, 3), (16, 2), (9, 3)):
+        check(Case(lengths=(1, 777), heads=heads, tuning=tuning))
+        check(Case(lengths=(5000,), heads=heads, tuning=tuning, page_size=16))
+    check(Case(lengths=(1000, 5, 0), heads=(8, 2), tokens=3, window=100, tuning=tuning))
+    check(Case(lengths=(40000,), heads=(4, 1), tuning=clusters(size, group_blocks, 4, 3)))
+    check(Case(lengths=(3000,), heads=(4, 1), page_size=48, rotate=(1, 128), tuning=tuning))
+
+
+@pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 255, 257, 1023, 1025, 2048, 4097, 8192])
+def test_lengths_by_clusters(length: int) -> None:
+    check(Case(lengths=(length,), tuning=clusters(8)))
+    check(Case(lengths=(length,), heads=(4, 1), tuning=clusters(4, 1), page_size=32, window=300))
+
+
+def test_clusters_repeat_bit_for_bit() -> None:
+    case = Case(lengths=(6000,), heads=(4, 1), tuning=clusters(8, 1))
+    x = _build(case)
+    out, lse = _run(case, x)
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip((out, lse), _run(case, x), strict=True))
 
 
 def test_peaky_softmax() -> None:
@@ -267,11 +310,12 @@ def test_row_equals_the_row_alone_and_runs_repeat() -> None:
     for row in range(4):
         alone = Tensors(x.query[row : row + 1], x.pool, x.page_table[row : row + 1], x.lengths[row : row + 1])
         assert torch.equal(_run(fixed, alone)[0][0], whole[row])
-        torch.testing.assert_close(_run(case, alone)[0][0], out[row], rtol=2e-3, atol=2e-4)
+        torch.testing.assert_close(_run(case, alone)[0][0], out[row], rtol=2e-3, atol=5e-4)
 
 
-def test_graph_follows_growing_lengths() -> None:
-    case = Case(lengths=(2000, 100, 640))
+@pytest.mark.parametrize("tuning", [BUILT_IN, clusters(4), clusters(4, 1)], ids=["list", "clusters", "several"])
+def test_graph_follows_growing_lengths(tuning: tuple[int, ...]) -> None:
+    case = Case(lengths=(2000, 100, 640), tuning=tuning)
     x = _build(case)
     x.lengths.fill_(50)
     _run(case, x)
@@ -286,9 +330,10 @@ def test_graph_follows_growing_lengths() -> None:
         torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=1e-3)
 
 
-def test_append_then_attend_in_one_graph() -> None:
+@pytest.mark.parametrize("tuning", [BUILT_IN, clusters(4), clusters(2, 1)], ids=["list", "clusters", "several"])
+def test_append_then_attend_in_one_graph(tuning: tuple[int, ...]) -> None:
     """The decode kernel prefetches before the append has finished: the newest token must still be seen."""
-    case = Case(lengths=(1500, 65, 17, 4096))
+    case = Case(lengths=(1500, 65, 17, 4096), tuning=tuning)
     x = _build(case)
     exact, _ = _eager(case, x, torch.float64)
     rows = x.lengths.long() - 1
@@ -299,7 +344,7 @@ def test_append_then_attend_in_one_graph() -> None:
     def step() -> torch.Tensor:
         scratch.copy_(x.lengths)
         torch.ops.quarot.kv_append(x.pool, key, value, slots, *case.form[1:], 1.0, 1.0, 0, 0)
-        return decode_op.launch(x.query, x.pool, x.page_table, scratch, *_arguments(case))[0]
+        return decode_op.launch(x.query, x.pool, x.page_table, scratch, *_arguments(case), tuning=case.tuning)[0]
 
     step()
     graph = torch.cuda.CUDAGraph()

@@ -14,6 +14,7 @@ append_op = importlib.import_module("quarot.ops.kv_append")
 ops = torch.ops.quarot
 importlib.import_module("quarot.ops.kv_gather")
 importlib.import_module("quarot.ops.decode_attention")
+importlib.import_module("quarot.ops.merge_partials")
 importlib.import_module("quarot.ops.rope_kv_append")
 
 HEAD_DIMS = [16, 32, 64, 80, 96, 128, 192, 256]
@@ -229,6 +230,18 @@ def test_decode_is_softmax_attention(layout: KVLayout, rotate: tuple[int, int], 
                 assert lse[row, t, head].item() == pytest.approx(expected, abs=1e-5)
 
 
+def test_queries_that_are_not_in_the_cache_see_all_of_it() -> None:
+    layout = KVLayout(64)
+    pool, slots, _, _ = _fill(layout, 40)
+    query, table = torch.randn(1, 5, 6, 64), (slots[::32] // 32).int()[None]
+    lengths, form = torch.tensor([33], dtype=torch.int32), (4, 4, 64, 64, 0.1, 0, 1, 64)
+    together = ops.decode_attention(query, pool, table, lengths, *form, False)
+    for t in range(5):
+        alone = ops.decode_attention(query[:, t : t + 1], pool, table, lengths, *form)
+        for all_of_them, one in zip(together, alone, strict=True):
+            torch.testing.assert_close(all_of_them[:, t : t + 1], one)
+
+
 def test_partial_results_merge_by_lse() -> None:
     layout = KVLayout(64)
     pool, slots, _, _ = _fill(layout, 64)
@@ -274,6 +287,8 @@ def test_opcheck() -> None:
     table, lengths = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
     arguments = (torch.randn(1, 1, 4, 64), pool, table, lengths, *form, 0.125, 0, 1, 64)
     torch.library.opcheck(ops.decode_attention.default, arguments, test_utils=checks)
+    out, lse = torch.randn(2, 3, 5, 16).half(), torch.randn(2, 3, 5)
+    torch.library.opcheck(ops.merge_partials.default, (out, lse, out, lse, torch.float16), test_utils=checks)
 
 
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "norm"])
