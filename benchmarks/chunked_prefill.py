@@ -17,7 +17,7 @@ from benchmarks.timing import Call, measure, roof_us
 from quarot import QuantKVCache
 from quarot.integrations.transformers.attention import _chunk
 
-CHUNKS = (64, 512, 2048)
+CHUNKS = (32, 128, 512, 2048)
 PASTS = (8192, 32768)
 
 

@@ -1,9 +1,7 @@
 """Attention over a part of the keys, and the merge of such parts: a long past never has to be in memory at once.
 
-Over disjoint sets of keys with results ``out_i`` and log-sum-exps ``lse_i`` (base 2, as FlashInfer and
-:mod:`quarot.ops.decode_attention` have them)::
-
-    lse = log2(sum_i 2^lse_i)        out = sum_i out_i 2^(lse_i - lse)
+The merge is :mod:`quarot.ops.merge_partials`; log-sum-exps are base 2 here, as FlashInfer and
+:mod:`quarot.ops.decode_attention` have them.
 
 Notation: B rows, Hq query heads, Hkv key/value heads, T queries, S keys, D head_dim.
 """
@@ -18,6 +16,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from quarot.integrations import flashinfer
+from quarot.ops.merge_partials import merge_partials
 from quarot.precision import tf32
 
 _MOST_SCORES = 1 << 24
@@ -36,12 +35,10 @@ class Partial(NamedTuple):
     lse: Tensor
 
 
-def merge(one: Partial, other: Partial) -> Partial:
-    """Both parts together, in float32 (or wider). Memory of ``one`` is reused where it is float32 already."""
-    wide = torch.promote_types(one.out.dtype, torch.float32)
-    weight = torch.sigmoid((other.lse - one.lse).nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf) / _LOG2_E)
-    out = one.out.to(wide).lerp_(other.out.to(wide), weight.to(wide)[..., None])
-    return Partial(out, torch.logaddexp2(one.lse, other.lse))
+def merge(one: Partial, other: Partial, dtype: torch.dtype | None = None) -> Partial:
+    """Both parts together in ``dtype`` (None: float32 or wider, for further merges), in memory as [B, T, Hq, D]."""
+    wide = torch.promote_types(torch.promote_types(one.out.dtype, other.out.dtype), torch.float32)
+    return Partial(*merge_partials(one.out, one.lse, other.out, other.lse, dtype or wide))
 
 
 def attend(
@@ -54,7 +51,7 @@ def attend(
         causal: query t sees keys 0 .. t (S = T).
         visible: bool, broadcastable to [B, 1, T, S]: which keys a query sees; not with ``causal``.
 
-    Without ``visible`` FlashInfer serves where it is installed, else cuDNN or PyTorch's flash kernel; with it,
+    Without ``visible`` FlashInfer serves where it is installed, else cuDNN or PyTorch's flash kernel; with it, cuDNN or
     PyTorch's memory-efficient kernel; elsewhere (a CPU, float64) plain float32 matrix products. None of them forms
     more than 2^24 scores at once.
     """
@@ -65,7 +62,7 @@ def attend(
         return _blocks(_plain, query, key, value, scale, causal, visible)
     key, value = (_every_head(x, query.shape[1]) for x in (key, value))
     part = _unmasked(query, key, value, scale, causal) if visible is None else None
-    return part or _blocks(_efficient, query, key, value, scale, causal, visible)
+    return part or _blocks(_biased, query, key, value, scale, causal, visible)
 
 
 def _unmasked(query: Tensor, key: Tensor, value: Tensor, scale: float, causal: bool) -> Partial | None:
@@ -98,7 +95,7 @@ def _blocks(
     length = key.shape[2]
     tall = visible is not None and visible.shape[-2] > 1
     rows = max(1, _MOST_SCORES // (batch * length * (heads if function is _plain else 1)))
-    if function is _efficient and not tall and not causal:
+    if function is _biased and not tall and not causal:
         rows = count
     parts = []
     for start in range(0, count, rows):
@@ -129,17 +126,26 @@ def _plain(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Ten
     return Partial(out.view(batch, heads, count, dim).to(query.dtype), (lse * _LOG2_E).float())
 
 
-def _efficient(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None) -> Partial:
-    """PyTorch's memory-efficient kernel. Hidden keys get a large negative bias, not -inf: a query that sees no key of
-    this part then has an lse near that bias, which the merge weighs with 0, instead of NaN."""
+def _biased(query: Tensor, key: Tensor, value: Tensor, scale: float, visible: Tensor | None) -> Partial:
+    """cuDNN where PyTorch takes it (three times as fast on Hopper), else the memory-efficient kernel.
+
+    Hidden keys get a large negative bias, not -inf: a query that sees no key of this part then has an lse near that
+    bias, which the merge weighs with 0, instead of NaN.
+    """
     batch, heads, count, _ = query.shape
     length, bias = key.shape[2], None
     if visible is not None:
-        # The kernel wants rows aligned to 16 bytes.
-        shape = (*torch.broadcast_shapes(visible.shape, (1, 1, 1, 1))[:3], -(-length // 8) * 8)
+        # The memory-efficient kernel wants rows aligned to 16 bytes.
+        shape = (*torch.broadcast_shapes(visible.shape, (batch, 1, 1, 1))[:3], -(-length // 8) * 8)
         bias = torch.zeros(shape, dtype=query.dtype, device=query.device)[..., :length]
         bias.masked_fill_(~visible, torch.finfo(query.dtype).min / 2)
-        bias = bias.expand(batch, heads, count, length)
+        whole = bias.expand(batch, heads, count, length)
+        chosen = torch._fused_sdp_choice(query, key, value, whole, 0.0, False, scale=scale)
+        if chosen == SDPBackend.CUDNN_ATTENTION.value:
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
+            out, lse = cudnn(query, key, value, bias, True, 0.0, False, False, scale=scale)[:2]
+            return Partial(out, lse.reshape(query.shape[:3]) * _LOG2_E)
+        bias = whole
     kernel = torch.ops.aten._scaled_dot_product_efficient_attention.default
     out, lse = kernel(query, key, value, bias, True, 0.0, False, scale=scale)[:2]
     return Partial(out, lse[:, :, :count] * _LOG2_E)

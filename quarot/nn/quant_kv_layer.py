@@ -140,16 +140,11 @@ class QuantKVLayer(CacheLayerMixin):
         return slots, visible
 
     def _attend_packed(self, query: Tensor, step: Step, scale: float) -> Partial:
-        """The decode kernel sees every new token as further heads of one: then nothing of the past is hidden."""
+        """All queries over the codes of the past in one launch of the decode kernel."""
         assert self.pool is not None
-        batch, heads, count, dim = query.shape
-        group = heads // self.kv_heads
-        rows = query.view(batch, self.kv_heads, group, count, dim).transpose(2, 3)  # heads of a kv head stay together
-        rows = rows.reshape(batch, 1, heads * count, dim)
-        args = (*arguments(self.layout), scale, 0, 0, 0)
-        out, lse = decode_attention(rows, self.pool, step.table, step.before, *args)
-        out = out.view(batch, self.kv_heads, count, group, dim).transpose(2, 3).reshape(query.shape)
-        return Partial(out, lse.view(batch, self.kv_heads, count, group).transpose(2, 3).reshape(query.shape[:3]))
+        args = (*arguments(self.layout), scale, 0, 0, 0, False)
+        out, lse = decode_attention(query.transpose(1, 2).contiguous(), self.pool, step.table, step.before, *args)
+        return Partial(out.transpose(1, 2), lse.transpose(1, 2))
 
     def _allocate(self, pages: int) -> Tensor:
         shape = self.layout.pool_shape(pages, self.kv_heads, self.table.page_size)

@@ -16,6 +16,7 @@ from quarot.nn.growing_buffer import step_bytes
 from quarot.nn.partial_attention import attend, merge
 from quarot.nn.quant_kv_layer import QuantKVLayer
 from quarot.ops import registry
+from quarot.ops.merge_partials import merge_partials
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -85,6 +86,23 @@ def test_parts_and_their_merge(kind, dtype):
     out, _ = exact(query, keys, values, 0.1, everything)
     allowed = 2 * (exact(query, keys, values, 0.1, everything, half)[0].double() - out).norm()
     assert (both.out.double() - out).norm() <= allowed
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float16,) * 3, (torch.float32, torch.bfloat16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("dim", [80, 128])
+def test_merge_partials_agrees_with_its_reference(dim, dtypes):
+    shape = (2, 5, 33, dim)
+    one = torch.randn(2, 33, 5, dim, device="cuda").to(dtypes[0]).transpose(1, 2)
+    other = torch.randn(*shape[:3], dim + 4, device="cuda").to(dtypes[1])[..., :dim]
+    lse, other_lse = (20 * torch.randn(n, 5, 2, device="cuda").transpose(0, 2) for n in (33, 33))
+    lse[0, :, 3] = other_lse[0, 1, :9] = -math.inf
+    got = merge_partials(one, lse, other, other_lse, dtypes[2])
+    with registry.reference_backend():
+        expected = merge_partials(one, lse, other, other_lse, dtypes[2])
+    tolerance = 1e-2 if dtypes[2] == torch.bfloat16 else 2e-3
+    torch.testing.assert_close(got[0], expected[0], rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got[1], expected[1])
+    assert got[0].stride() == expected[0].stride()
 
 
 @pytest.mark.skipif(not flashinfer.installed(), reason="needs flashinfer")

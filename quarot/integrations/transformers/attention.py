@@ -163,5 +163,5 @@ def _chunk(query: Tensor, handle: KVHandle, step: Step, mask: Tensor | None, sca
         place = torch.arange(count, device=query.device)
         mask = (place <= place[:, None]) & (place > place[:, None] - window)
     new = attend(query, key, value, scale, causal=mask is None, visible=mask)
-    both = new if past is None else merge(past, new)
-    return both.out.to(query.dtype).transpose(1, 2).contiguous()
+    both = new if past is None else merge(past, new, query.dtype)
+    return both.out.transpose(1, 2).contiguous()
