@@ -17,10 +17,9 @@ constexpr int kMaxSplits = 32;        // pieces of a sequence: more make the mer
 // 100; 64 uniform 1..8k: 100 and 109).
 constexpr int kMixedPercentLarge = 100, kMixedPercentSmall = 50;
 constexpr int kMaxCluster = 8;    // what every GPU with clusters takes
-constexpr int kClusterTokens = 16384;  // a sequence: beyond, bandwidth counts and the work list serves it better
+constexpr int kClusterTokens = 192;  // a column that a sequence can have: beyond, the work list is as fast or faster
 constexpr int kClusterBatch = 1;  // sequences up to which clusters are used: they do not even out different lengths
-constexpr int kRehearsals = 1;
-constexpr int kGroupBlocks = 8;   // of 16 tokens a warp: beyond, a second cluster saves more than it costs to merge
+constexpr int kGroupBlocks = 8;   // of 16 tokens a warp, only asked for by tuning: several clusters a column were slower
 
 bool same_side(const KVFormat& a, const KVFormat& b, Side side) {
     return a.bits(side) == b.bits(side) && (a.bits(side) == 16 || a.group(side) == b.group(side));
@@ -88,7 +87,7 @@ void plan_clusters(const DecodeVariant& v, const DecodeShape& s, const DecodeTun
                    DecodePlan& plan) {
     const int columns = s.batch * s.kv_heads * plan.tiles;
     if (!v.cluster_kernel || tuning.cluster == 1 || tuning.ctas_per_sm || tuning.max_splits || tuning.mixed_percent) return;
-    if (tuning.cluster == 0 && (s.batch > kClusterBatch || s.max_tokens > kClusterTokens)) return;
+    if (tuning.cluster == 0 && (s.batch > kClusterBatch || s.max_tokens > kClusterTokens * columns)) return;
     int cluster = tuning.cluster ? tuning.cluster : kMaxCluster;
     while (cluster > 1 && (cluster > s.format.head_dim / 16 || columns * cluster > 2 * multiprocessors)) cluster /= 2;
     const int warps = std::min(tuning.warps ? tuning.warps : kClusterThreads / 32, kClusterThreads / 32);
@@ -96,13 +95,13 @@ void plan_clusters(const DecodeVariant& v, const DecodeShape& s, const DecodeTun
     int groups = 0;
     for (; cluster > 1; cluster /= 2) {
         const int resident = resident_clusters(v, 32 * warps, cluster_shared_bytes(v, warps, stages, cluster), cluster);
-        groups = std::min({resident / columns, 2 * multiprocessors / (columns * cluster), 16});
+        groups = std::min({resident / columns, 2 * multiprocessors / (columns * cluster), tuning.group_blocks ? 16 : 1});
         if (groups > 0) break;
     }
     if (groups < 1) return;
     plan.cluster = cluster, plan.groups = groups, plan.warps = warps, plan.ring_stages = stages;
     plan.group_blocks = tuning.group_blocks ? tuning.group_blocks : kGroupBlocks;
-    plan.rehearsals = tuning.rehearsals ? std::max(tuning.rehearsals, 0) : kRehearsals;
+    plan.rehearsals = tuning.rehearsals;  // half a microsecond slower with one, alone and in a model
     plan.grid = plan.items = columns * groups * cluster;
     plan.max_splits = groups;
 }

@@ -31,7 +31,7 @@ struct DecodeTuning {
     int mixed_percent;  // of a CTA's even share: the smallest piece of a batch of mixed lengths
     int cluster;        // CTAs of a cluster; 1: no clusters
     int group_blocks;
-    int rehearsals;     // -1: none
+    int rehearsals;     // runs of the arithmetic before the wait
 };
 
 // Plan for the current device.

@@ -2,7 +2,8 @@
 
 Everything runs in float32, so that only the order of sums and the fp16 operands of the attention kernel differ, which
 flip a code of the cache or of an activation now and then. With 4-bit activations one flip moves the logits of a tiny
-model by up to half of their standard deviation, more than most gaps, so activations have 8 or 16 bits here.
+model by up to half of their standard deviation, more than most gaps, so activations have 8 or 16 bits here (16 in
+SmolLM2, whose thirty layers make 0.26 of a flipped 8-bit code).
 
 The references follow the tokens that the kernels took, one decode step each. A token may differ from their best one
 only where the two are tied: their logits lie within ``TIE`` of the standard deviation of that position's logits.
@@ -86,11 +87,10 @@ def test_tiny_models(family, a_bits, tiny_model, token_ids):
 
 
 @pytest.mark.skipif("QUAROT_TEST_MODEL" not in os.environ, reason="QUAROT_TEST_MODEL names no model folder")
-@pytest.mark.parametrize("a_bits", [8, 16])
-def test_real_model(a_bits):
+def test_real_model():
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = os.environ["QUAROT_TEST_MODEL"]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids.cuda()
-    compare(prepared(model, a_bits=a_bits), ids, f"{os.path.basename(path)}, a_bits={a_bits}")
+    compare(prepared(model, a_bits=16), ids, os.path.basename(path))
