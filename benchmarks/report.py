@@ -176,42 +176,48 @@ def accuracy_table(results: Path = RESULTS, brief: bool = False) -> str:
     return "Each row is of the newest commit that its setting was measured at.\n\n" + table(shown, columns)
 
 
-def options_table(results: Path = RESULTS) -> str:
-    """What each accuracy option changes: perplexities of plain GPTQ with it alone, means over seeds.
+_PLAIN = "nothing"
 
-    The first row is without any. Seconds are those of quantising, beyond that row's.
+
+def options_table(results: Path = RESULTS) -> str:
+    """What each accuracy option does to plain GPTQ, alone: perplexity, and its change at equal seeds.
+
+    Both are means over the seeds that an option was measured with; the first row is plain GPTQ.
     """
-    cells: dict[tuple[str, str, str], list[float]] = {}
-    seconds: dict[str, list[float]] = {}
     rows = [row for row in read(results / "accuracy-smollm2.json") if row["table"] == "options"]
-    for row in rows:
-        base, _, option = row["setting"].partition("+")
-        cells.setdefault((option, base, row["text"]), []).append(row["ppl"])
-        if row["quantize_s"] > 1:  # else the weights are those of another row
-            seconds.setdefault(option, []).append(row["quantize_s"])
     if not rows:
         return "No measurements yet."
-    columns = list(dict.fromkeys((base, text) for _, base, text in cells))
-    columns.sort(key=lambda column: [text for _, text in columns].index(column[1]))
-    own = {option: sum(values) / len(values) for option, values in seconds.items()}
-    plain = own.get("nothing", 0.0)
+    cells: dict[tuple[str, str, str], dict[int, float]] = {}
+    seconds: dict[str, list[float]] = {}
+    for row in rows:
+        base, _, option = row["setting"].partition("+")
+        cells.setdefault((option, base, row["text"]), {})[row["seed"]] = row["ppl"]
+        if row["quantize_s"] > 1:  # else the weights are those of another row
+            seconds.setdefault(option, []).append(row["quantize_s"])
+    options, bases, texts = (list(dict.fromkeys(key[i] for key in cells)) for i in range(3))
+    columns = {f"{base}, {text.partition('-')[0]}": (base, text) for text in texts for base in bases}
     shown = []
-    for option in dict.fromkeys(option for option, _, _ in cells):
-        found = {f"{b} {_short(t)}": cells[option, b, t] for b, t in columns if (option, b, t) in cells}
-        means = {name: f"{sum(values) / len(values):.4g}" for name, values in found.items()}
-        seeds = max(map(len, found.values()))
-        cost = f"{own[option]:.0f} s" if option == "nothing" else f"{own[option] - plain:+.0f} s"
-        shown.append({"option": option, **means, "seeds": seeds, "cost": cost})
-    names = [f"{base} {_short(text)}" for base, text in columns]
-    windows = ", ".join(f"{w} windows of {t}" for t, w in dict.fromkeys((r["text"], r["windows"]) for r in rows))
+    for option in options:
+        seeds = max(len(found) for key, found in cells.items() if key[0] == option)
+        line: dict[str, Any] = {"option": option, "seeds": seeds}
+        for name, where in columns.items():
+            line[name] = _beside(cells.get((option, *where), {}), cells.get((_PLAIN, *where), {}), option == _PLAIN)
+        line["quantising"] = f"{min(seconds[option]):.0f} s" if option in seconds else ""
+        shown.append(line)
+    windows = " and ".join(f"{w} windows of {t}" for t, w in dict.fromkeys((r["text"], r["windows"]) for r in rows))
     samples = ", ".join(sorted({str(row.get("samples", 128)) for row in rows}))
-    note = f"{windows}; calibrated on {samples} windows; {_commits(rows)}."
-    return table(shown, ("option", *names, "seeds", "cost")) + "\n\n" + note
+    note = f"Perplexity on {windows}; {samples} GPTQ windows; {_commits(rows)}."
+    return table(shown, ("option", *columns, "seeds", "quantising")) + "\n\n" + note
 
 
-def _short(text: str) -> str:
-    """``wikitext2``, ``lambada``."""
-    return text.partition("-")[0]
+def _beside(own: dict[int, float], plain: dict[int, float], alone: bool) -> str:
+    """``"43.9 (-2.2 %)"``: the mean over seeds, and the geometric mean of the changes at equal seeds."""
+    if not own:
+        return ""
+    mean = f"{sum(own.values()) / len(own):.4g}"
+    ratios = [own[seed] / plain[seed] for seed in own if seed in plain]
+    change = math.exp(sum(map(math.log, ratios)) / len(ratios)) - 1 if ratios and not alone else None
+    return mean if change is None else f"{mean} ({100 * change:+.1f} %)"
 
 
 def fill(text: str, name: str, content: str) -> str:

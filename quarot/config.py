@@ -104,8 +104,8 @@ class QuarotConfig(QuantizationConfigMixin):
             already keep theirs and do not count. None gives ``w_bits`` to every layer (the paper).
         w_bits_choices: bits that the budget is spent on; 4 and 8 have kernels of their own.
         kv_bits_budget: average bits of cached keys and values; then the keys and the values of each layer get those of
-            ``kv_bits_choices`` that serve calibration best (:mod:`quarot.quantization.kv_bit_allocation`). None gives
-            ``k_bits`` and ``v_bits`` to every layer (the paper).
+            ``kv_bits_choices`` that serve calibration best (:mod:`quarot.quantization.kv_bit_allocation`), unless
+            ``kv_bits_by_layer`` is given. None gives ``k_bits`` and ``v_bits`` to every layer (the paper).
         kv_bits_choices: bits that this budget is spent on.
         kv_bits_by_layer: key and value bits of each decoder layer, given or found; empty: ``k_bits``, ``v_bits``.
         starved_experts: filled in by quantising: the tokens that calibration routed to each expert projection that had
@@ -269,6 +269,12 @@ class QuarotConfig(QuantizationConfigMixin):
         pairs = self.kv_bits_by_layer
         if not all(len(pair) == 2 and set(pair) <= set(_KV_BITS) for pair in pairs):
             raise ValueError(f"kv_bits_by_layer={pairs} must hold a pair out of {list(_KV_BITS)} for each layer")
+        average = sum(map(sum, pairs)) / max(2 * len(pairs), 1)
+        if self.kv_bits_budget is not None and average > self.kv_bits_budget:
+            raise ValueError(
+                f"kv_bits_by_layer has {average:g} bits on average, more than kv_bits_budget={self.kv_bits_budget}: "
+                "drop one of them"
+            )
 
     @staticmethod
     def _compile(pattern: str) -> re.Pattern[str]:
@@ -296,6 +302,11 @@ class QuarotConfig(QuantizationConfigMixin):
     def rounds_linears(self) -> bool:
         """Whether any linear layer may become an integer one (``ignore`` aside)."""
         return min(self.w_bits, self.a_bits, self.lm_head_bits) < 16 or bool(self.overrides)
+
+    @property
+    def finds_kv_bits(self) -> bool:
+        """Whether ``kv_bits_budget`` is still to be spent: bits by layer, given or found, are kept."""
+        return self.kv_bits_budget is not None and not self.kv_bits_by_layer
 
     @property
     def rounds_cache(self) -> bool:

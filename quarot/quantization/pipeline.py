@@ -102,7 +102,7 @@ def needed_windows(
         "tuning": bool(config.tune_steps and configs),
         "learning rotations": bool(config.rotation_steps and configs),
         "w_bits_budget": bool(config.w_bits_budget),
-        "kv_bits_budget": bool(config.kv_bits_budget),
+        "kv_bits_budget": config.finds_kv_bits,
     }
     names = [name for name, is_needed in needed.items() if is_needed]
     if not names:

@@ -84,10 +84,6 @@ def quantize_model(
     check_device(device)
     config = with_preset(config, preset, fields)
     config = config.replace(rotation=_rotation_of(model, config))
-    if config.kv_bits_budget is not None and config.kv_bits_by_layer:
-        raise ValueError(
-            f"kv_bits_budget={config.kv_bits_budget} finds kv_bits_by_layer, which is given as well; drop one of them"
-        )
     if resume_dir is not None:
         check_folder(Path(resume_dir), "resume_dir")
     if isinstance(calibration, Iterator):
@@ -132,9 +128,9 @@ def _quantize(
     training = model.training
     model.eval()
     try:
-        if windows is not None and (config.w_bits_budget or config.kv_bits_budget):
+        if windows is not None and (config.w_bits_budget or config.finds_kv_bits):
             with _all_on(model, where):
-                if config.kv_bits_budget:
+                if config.finds_kv_bits:
                     config = with_allocated_kv_bits(model, config, windows, store, progress)
                 if config.w_bits_budget:
                     config = with_allocated_bits(model, record, config, configs, windows, store, progress)

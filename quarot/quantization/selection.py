@@ -25,7 +25,7 @@ def selected(
     """The settings of every linear layer to quantise, by name in the model; ``in_memory``: their weights must be.
 
     Raises:
-        NotImplementedError: a model with experts, or with a cache of different bits by layer, is to be tuned.
+        NotImplementedError: a model with experts is to be tuned.
         ValueError: bits of the cache for another number of layers, or for heads that it cannot store; overrides for no
             layer; a layer is quantised already, is of a foreign kind, is offloaded, or does not fit its settings; or
             the head is to be quantised while it shares its weight with the embedding.
@@ -34,8 +34,6 @@ def selected(
         raise NotImplementedError(f"{record.family}: a mixture of experts cannot be tuned; set tune_steps=0")
     count = sum(1 for _ in decoder_layers(model))
     check_cache(config, count, geometry(model).head_dim)
-    if (config.kv_bits_budget or config.kv_bits_by_layer) and (config.tune_steps or config.rotation_steps):
-        raise NotImplementedError("cache bits by layer are not trained for: set tune_steps=0 and rotation_steps=0")
     linears = list(linear_modules(model))
     if record.experts is None or any(role.startswith("expert") for _, _, role in linears):  # else names are missing
         check_patterns([name for name, _, _ in linears], config)

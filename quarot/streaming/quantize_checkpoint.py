@@ -38,7 +38,6 @@ _WHOLE_MODEL = {
     "tune_steps": "trains",
     "rotation_steps": "trains",
     "w_bits_budget": "measures",
-    "kv_bits_budget": "measures",
 }
 """Settings that no single layer can decide."""
 
@@ -191,6 +190,8 @@ def _check_streamable(config: QuarotConfig) -> None:
     for name, why in _WHOLE_MODEL.items():
         if getattr(config, name):
             raise CannotStream(f"{name}={getattr(config, name)} {why} the whole model")
+    if config.finds_kv_bits:
+        raise CannotStream(f"kv_bits_budget={config.kv_bits_budget} measures the whole model")
 
 
 def _parameters(module: nn.Module) -> list[str]:

@@ -167,3 +167,18 @@ def test_cache_shapes_are_told_once():
 
     shapes = list(Options(("llama-2-7b", "llama-3-8b", "llama-2-7b"), (1,)).cache_shapes())
     assert [shape.model for shape in shapes] == ["llama-2-7b", "llama-3-8b"]
+
+
+def test_options_are_compared_with_nothing_at_equal_seeds(tmp_path):
+    def row(setting, seed, ppl, seconds):
+        stamps = {"windows": 40, "text": "wikitext2-raw-test.txt", "samples": 32, "commit": "abcdef0"}
+        return {"table": "options", "setting": setting, "seed": seed, "ppl": ppl, "quantize_s": seconds, **stamps}
+
+    rows = [row("w4a8kv4+nothing", 0, 20.0, 8.0), row("w4a8kv4+nothing", 1, 40.0, 9.0)]
+    rows += [row("w4a16+nothing", 0, 10.0, 0.0), row("w4a8kv4+act_order", 0, 19.0, 12.0)]
+    report.append(rows, tmp_path / "accuracy-smollm2.json")
+    text = report.options_table(tmp_path)
+    assert "| nothing | 30 | 10 | 2 | 8 s |" in text
+    assert "| act_order | 19 (-5.0 %) |  | 1 | 12 s |" in text
+    assert "40 windows of wikitext2-raw-test.txt; 32 GPTQ windows; commit abcdef0" in text
+    assert "act_order" not in report.accuracy_table(tmp_path)

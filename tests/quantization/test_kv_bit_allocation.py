@@ -85,6 +85,30 @@ def test_cache_and_attention_use_the_bits_of_each_layer(
     assert torch.equal(again.generate(token_ids[:1, :5], max_new_tokens=4, do_sample=False, eos_token_id=None), tokens)
 
 
+def test_bits_that_were_found_are_kept(tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration of a checkpoint makes the same model again: its budget is spent."""
+    model = tiny_model("llama")
+    rotate_model(model, progress=False)
+    first = quantize_model(copy.deepcopy(model), **{**CACHE_ONLY, "kv_bits_budget": 3.5})
+    config = first.config.quantization_config
+    monkeypatch.setattr("quarot.quantization.kv_bit_allocation.cache_divergences", None)
+    assert quantize_model(model, config, progress=False).config.quantization_config == config
+
+
+@pytest.mark.parametrize("fields", [{"kv_bits_by_layer": [[2, 3], [4, 2]]}, {"kv_bits_budget": 3.0}], ids=str)
+def test_training_knows_the_bits_of_each_layer(fields: dict[str, Any], tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    rotate_model(model, progress=False)
+    windows = torch.randint(3, 128, (48, 48), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        target = F.log_softmax(model(WINDOWS, use_cache=False).logits, -1)
+    common: dict[str, Any] = {"w_method": "rtn", "calibration": windows, "progress": False, **fields}
+    plain = quantize_model(copy.deepcopy(model), **common)
+    trained = quantize_model(copy.deepcopy(model), rotation_steps=10, tune_steps=40, tune_learning_rate=0.01, **common)
+    assert trained.config.quantization_config.kv_bits_by_layer == plain.config.quantization_config.kv_bits_by_layer
+    assert _divergence(trained, target) < 0.9 * _divergence(plain, target)
+
+
 def test_a_resumed_run_does_not_measure_again(
     tiny_model: Callable[..., Any], tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,8 +128,7 @@ def test_a_resumed_run_does_not_measure_again(
         ({"kv_bits_by_layer": [[4, 4]]}, ValueError, "1 pairs for 2 decoder layers"),
         ({"kv_bits_by_layer": [[4, 5], [4, 4]]}, ValueError, "must hold a pair"),
         ({"kv_bits_budget": 4.0, "calibration": None}, ValueError, "calibration text is needed for kv_bits_budget"),
-        ({"kv_bits_budget": 4.0, "kv_bits_by_layer": [[4, 4], [8, 8]]}, ValueError, "given as well; drop one of them"),
-        ({"kv_bits_budget": 4.0, "tune_steps": 1, "w_bits": 4}, NotImplementedError, "not trained for"),
+        ({"kv_bits_budget": 4.0, "kv_bits_by_layer": [[4, 4], [8, 8]]}, ValueError, "6 bits on average, more than kv"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -217,12 +217,16 @@ def test_what_cannot_be_streamed_says_why(source: Callable[..., Path], tmp_path:
     index.write_text(index.read_text().replace("experts.3.up_proj", "experts.3.u_proj"))
     with pytest.raises(CannotStream, match=r"stores no model\.layers\.0\.mlp\.experts\.3\.up_proj"):
         quarot.quantize_checkpoint(path, out, **FIELDS)
+    with pytest.raises(CannotStream, match=r"kv_bits_budget=4\.0 measures the whole model"):
+        quarot.quantize_checkpoint(source("llama"), out, kv_bits_budget=4.0, **FIELDS)
     with pytest.raises(CannotStream, match="tune_steps=3 trains the whole model"):
         quarot.quantize_checkpoint(source("llama"), out, tune_steps=3, **FIELDS)
     (tmp_path / "llama" / "model.safetensors.index.json").unlink()
     with pytest.raises(CannotStream, match=r"has no model\.safetensors"):
         quarot.quantize_checkpoint(tmp_path / "llama", out, **FIELDS)
     assert not out.exists()
+    found = {"kv_bits_budget": 4.0, "kv_bits_by_layer": [[4, 2], [2, 8]], "w_method": "rtn"}
+    assert not quarot.quantize_checkpoint(source("llama"), out, **found, progress=False).finds_kv_bits
 
 
 def test_damage_is_named(source: Callable[..., Path], tmp_path: Path, tiny_model: Callable[..., nn.Module]) -> None:

@@ -72,7 +72,7 @@ class QuarotHfQuantizer(HfQuantizer):
         detach(model)
         return model
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
+    def get_state_dict_and_metadata(self, model: Any, *args: Any, **kwargs: Any) -> tuple[None, dict[str, str]]:
         """The state dict as it is, and what weight files say of themselves (:mod:`quarot.integrations.seal`)."""
         from quarot.integrations.seal import seal
 
