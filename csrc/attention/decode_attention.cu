@@ -101,7 +101,7 @@ void plan_clusters(const DecodeVariant& v, const DecodeShape& s, const DecodeTun
     if (groups < 1) return;
     plan.cluster = cluster, plan.groups = groups, plan.warps = warps, plan.ring_stages = stages;
     plan.group_blocks = tuning.group_blocks ? tuning.group_blocks : kGroupBlocks;
-    plan.rehearsals = tuning.rehearsals;  // half a microsecond slower with one, alone and in a model
+    plan.rehearsals = std::max(tuning.rehearsals, 0);  // one costs half a microsecond, alone and in a model
     plan.grid = plan.items = columns * groups * cluster;
     plan.max_splits = groups;
 }
