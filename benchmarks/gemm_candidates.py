@@ -1,8 +1,8 @@
 """Every kernel that can serve a GEMM, timed side by side: what ``csrc/gemm/dispatch.cu`` is made from.
 
-``python -m benchmarks.gemm_candidates [--tokens 64,256] [--models llama-2-7b] [--output FILE]`` checks each
-candidate against the others bit for bit, times it with cold weights, and prints the fastest beside the one that the
-dispatcher takes.
+``python -m benchmarks.gemm_candidates [--tokens 64,256] [--models llama-2-7b] [--group 128] [--output FILE]`` checks
+each candidate against the others bit for bit, times it with cold weights, and prints the fastest beside the one that
+the dispatcher takes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,22 @@ from quarot.ops.registry import extension
 Tactic = tuple[int, int, int, int]
 """kernel, a, b, c as in ``csrc/gemm/dispatch.h``."""
 
-SKINNY, WIDE, SPLIT = 0, 1, 5
+SKINNY, WIDE, GROUPED, TILE, SPLIT, WIDE_GROUPS = 0, 1, 2, 4, 5, 6
 TOKENS = (64, 128, 256, 512, 1024, 2048)
 _ROUNDS = 3
 
 
-def candidates(m: int, n: int, k: int) -> Iterator[Tactic]:
-    """Those worth timing at this size."""
+def candidates(m: int, n: int, k: int, group: int = 0) -> Iterator[Tactic]:
+    """Those worth timing at this size; ``group``: inputs that share a weight scale, 0 for one scale a channel."""
+    if group:
+        if m <= 64:
+            yield GROUPED, 0, 0, 0
+        else:
+            yield TILE, 0, 0, 0
+        for channels, tokens in ((128, 128), (64, 128), (64, 64), (64, 32)):
+            if tokens == 32 or tokens <= 4 * m:
+                yield WIDE_GROUPS, channels, tokens, 0
+        return
     if m <= 64:
         yield SKINNY, 32, 16, 1
     yield WIDE, 128, 128, 0
@@ -49,10 +58,10 @@ def candidates(m: int, n: int, k: int) -> Iterator[Tactic]:
         yield SPLIT, 128, 128, parts
 
 
-def choice(m: int, n: int, k: int) -> Tactic:
+def choice(m: int, n: int, k: int, group: int = 0) -> Tactic:
     """What the library takes by itself."""
     module: Any = extension()
-    return tuple(module.gemm_choice(m, n, k, n, 0, 0, 0, False))
+    return tuple(module.gemm_choice(m, n, k, n, k // group if group else 0, 0, 0, False))
 
 
 def _recorded(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
@@ -65,13 +74,15 @@ def _recorded(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def times(m: int, n: int, k: int) -> dict[str, float]:
+def times(m: int, n: int, k: int, group: int = 0) -> dict[str, float]:
     """Median microseconds of every candidate and of cuBLAS fp16, measured in turns on the same cold operands."""
-    nbytes = moved_bytes(m, n, k)
+    nbytes = moved_bytes(m, n, k) + (4 * n * k // group if group else 0)
     sets = [operands(m, n, k) for _ in range(copies_for(nbytes, l2_bytes()))]
+    if group:
+        sets = [(*operand[:3], torch.rand(n, k // group, device="cuda") * 0.01) for operand in sets]
     graphs = {}
     first: torch.Tensor | None = None
-    for tactic in dict.fromkeys([*candidates(m, n, k), choice(m, n, k)]):
+    for tactic in dict.fromkeys([*candidates(m, n, k, group), choice(m, n, k, group)]):
 
         def run(operand: tuple[torch.Tensor, ...], tactic: Tactic = tactic) -> torch.Tensor:
             return gemm_launch.launch(*operand, None, torch.float16, weight_format=0, tactic=tactic)  # type: ignore[arg-type]
@@ -104,6 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gemm_candidates", description=__doc__)
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
+    parser.add_argument("--group", type=int, default=0, help="inputs that share a weight scale (default 0: all)")
     parser.add_argument("--output", type=Path, help="all times as JSON")
     options = parser.parse_args()
     sizes = sorted({size for name in options.models.split(",") for size in SHAPES[name].linears.values()})
@@ -111,8 +123,8 @@ def main() -> int:
     for m in map(int, options.tokens.split(",")):
         ours, best = [], []
         for n, k in sizes:
-            found = times(m, n, k)
-            peer, mine = found.pop("cublas_fp16"), ",".join(map(str, choice(m, n, k)))
+            found = times(m, n, k, options.group)
+            peer, mine = found.pop("cublas_fp16"), ",".join(map(str, choice(m, n, k, options.group)))
             ranked = sorted(found, key=lambda name: found[name])
             ours.append(math.log(peer / found[mine]))
             best.append(math.log(peer / found[ranked[0]]))

@@ -73,11 +73,48 @@ GemmChoice wide_choice(GemmSize const& s) {
     return best;
 }
 
+/// A tile of the Hopper kernel with group scales: microseconds of a wave of blocks, `last` those of a wave with one block
+/// an SM where more fit, as in WideTile. Fitted by hand to the sizes in NOTES.md, "Group scales".
+struct GroupTile {
+    int channels, tokens;
+    int resident;
+    double wave, wave_depth, last, last_depth;
+};
+
+constexpr GroupTile kGroupTiles[] = {
+    {128, 128, 1, 2.0, 17.2, 2.0, 17.2},
+    {64, 128, 1, 1.9, 9.6, 1.9, 9.6},
+    {64, 64, 2, 2.4, 10.7, 1.9, 6.6},
+    {64, 32, 3, 2.3, 11.5, 1.4, 6.2},
+};
+
+GemmChoice groups_choice(GemmSize const& s) {
+    GemmChoice best{GemmKernel::kWideGroups, 64, 32};
+    if (s.m <= 32) return best;
+    double least = kNever, depth = double(s.k) / 4096;
+    for (GroupTile const& t : kGroupTiles) {
+        int const blocks = ceil_div(s.n, t.channels) * ceil_div(s.m, t.tokens), slots = s.sm_count * t.resident;
+        int const rest = blocks % slots;
+        bool const alone = rest > 0 && rest <= s.sm_count;
+        double const us = (blocks / slots + (rest > 0 && !alone)) * (t.wave + t.wave_depth * depth) +
+                          alone * (t.last + t.last_depth * depth);
+        if (us >= least) continue;
+        least = us;
+        best = {GemmKernel::kWideGroups, t.channels, t.tokens};
+    }
+    return best;
+}
+
 }  // namespace
 
 GemmChoice choose_gemm(GemmSize const& s) {
     bool const tile_serves = s.int4_weight && s.m > 32 && s.group_size % 64 == 0;
-    if (s.group_size > 0) return {tile_serves ? GemmKernel::kTile : GemmKernel::kGrouped};
+    if (s.group_size > 0) {
+        bool const hopper = s.int4_weight && s.group_size % 64 == 0 && s.capability == 90 && !s.float32_out;
+        // Up to 8 tokens the few-token kernel is faster, but for layers wide enough for two blocks on every SM.
+        if (hopper && s.vector_rows && (s.m > 8 || s.n > 128 * s.sm_count)) return groups_choice(s);
+        return {tile_serves ? GemmKernel::kTile : GemmKernel::kGrouped};
+    }
     if (s.packed_activations) {  // not measured, for want of such a GPU: the largest tile that fills it
         if (s.m <= 64) return {GemmKernel::kInt4Cores, 64, 128};
         bool const fills = ceil_div(s.m, 128) * ceil_div(s.n, 256) >= s.sm_count;

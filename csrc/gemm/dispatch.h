@@ -10,6 +10,7 @@ enum class GemmKernel : int {
     kInt4Cores = 3,  ///< sm_80/86/89 INT4 tensor cores on packed activations; a = tokens, b = channels of the tile
     kTile = 4,       ///< mma.sync for many tokens, int4 tiles, any architecture, group scales (multiples of 64) or none
     kSplit = 5,      ///< kWide with K cut among blocks; a = channels, b = tokens of the tile, c = parts of K
+    kWideGroups = 6,  ///< sm_90a, int4 tiles, group scales (multiples of 64); a = channels, b = tokens
 };
 
 struct GemmChoice {

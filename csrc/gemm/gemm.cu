@@ -4,6 +4,7 @@
 #include "gemm/skinny_formats.h"
 #include "gemm/skinny_launch.cuh"
 #include "gemm/sm80/kernels.h"
+#include "gemm/sm90/groups.h"
 #include "gemm/sm90/kernels.h"
 #include "gemm/sm90/split.h"
 #include "gemm/sm90/stream_k.h"
@@ -85,8 +86,8 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
     bool const sixteen_bit = p.type != OutputType::kFloat32, int4 = p.format == WeightFormat::kInt4Tiles;
     bool const vector_rows = p.ldd % 8 == 0;  // 16-byte rows of the output: TMA and vector stores need them
     if (call.packed_activations != (choice.kernel == GemmKernel::kInt4Cores)) return cudaErrorInvalidValue;
-    bool const tile = choice.kernel == GemmKernel::kTile;
-    if ((p.groups > 0) != (choice.kernel == GemmKernel::kGrouped) && !tile) return cudaErrorInvalidValue;
+    bool const tile = choice.kernel == GemmKernel::kTile, wide_groups = choice.kernel == GemmKernel::kWideGroups;
+    if ((p.groups > 0) != (choice.kernel == GemmKernel::kGrouped || wide_groups) && !tile) return cudaErrorInvalidValue;
     switch (choice.kernel) {
         case GemmKernel::kSkinny: {
             SkinnyConfig const config{choice.a, choice.b, choice.c};
@@ -110,6 +111,11 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
             sm90::SplitProblem const problem{hopper_problem(call, device.sm_count), choice.c, call.counters};
             return choice.a <= 64 ? sm90::w4a8_64x64_split(problem) : sm90::w4a8_128x128_split(problem);
+        }
+        case GemmKernel::kWideGroups: {
+            skinny::DeviceLimits const& device = current_device();
+            if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
+            return sm90::w4a8_groups(hopper_problem(call, device.sm_count), p.group_size, choice.a, choice.b);
         }
         case GemmKernel::kInt4Cores: {
             if (!sixteen_bit || !vector_rows || p.n % 8 != 0) return cudaErrorInvalidValue;

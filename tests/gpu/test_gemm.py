@@ -28,6 +28,7 @@ SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 1
 WIDE = [(1, 128, 256, 0), (1, 256, 128, 0), (1, 128, 128, 0), (1, 128, 128, 1)]
 SPLIT = [(5, *tile, parts) for tile in ((64, 64), (128, 128)) for parts in (1, 2, 3, 4)]  # parts of K
 TILE = [(4, 0, 0, 0)]
+WIDE_GROUPS = [(6, 128, 128, 0), (6, 64, 128, 0), (6, 64, 64, 0), (6, 64, 32, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
 WIDE_INT8 = [(1, 128, 256, 0), (1, 128, 128, 0)]
 INT4_CORES = [(3, 64, 128, 0), (3, 128, 128, 0), (3, 128, 256, 0)]
@@ -121,6 +122,41 @@ def test_every_kernel(m, n, k):
                 codes, row_scale, weight, weight_scale, bias, dtype, weight_format=1, tactic=tactic
             )
             assert torch.equal(got, want), tactic
+
+
+@hopper
+@pytest.mark.parametrize("m", [1, 19, 33, 129, 300])
+@pytest.mark.parametrize(
+    ("n", "k", "group"),
+    [(4096, 4096, 128), (1037, 1216, 64), (200, 1152, 192), (10, 128, 128), (1037, 4096, 256), (272, 8192, 4096)],
+)
+def test_every_kernel_with_groups(m, n, k, group):
+    for bits in (4, 6, 8):
+        limit = 1 << (bits - 1)
+        codes, row_scale, weight, weight_scale, bias = problem(m, n, k, low=-limit, high=limit, groups=k // group)
+        qweight = pack_int4_tiles(weight)
+        for dtype, b in ((torch.float16, bias), (torch.bfloat16, None)):
+            want = exact(codes, row_scale, weight, weight_scale, b, dtype)
+            for tactic in (WIDE_GROUPS if m > 32 or n % 8 == 0 else []) + TILE:
+                poison = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=dtype, device="cuda")
+                del poison  # the output is allocated where it was
+                got = gemm_launch.launch(
+                    codes, row_scale, qweight, weight_scale, b, dtype, weight_format=0, tactic=tactic
+                )
+                assert torch.equal(got, want), tactic
+
+
+@hopper
+@pytest.mark.parametrize("m", [40, 600])
+def test_group_scales_of_any_size(m):
+    codes, row_scale, weight, weight_scale, bias = problem(m, 256, 512, groups=4)
+    qweight = pack_int4_tiles(weight)
+    for value in (0.0, 1e30, 1e-36, float("inf"), float("nan")):
+        weight_scale[3, 1] = value
+        want = exact(codes, row_scale, weight, weight_scale, bias, torch.bfloat16)
+        got = gemm_w4a4(codes, row_scale, qweight, weight_scale, bias, torch.bfloat16, False)
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+        assert not got[:, 4:].isnan().any()
 
 
 @hopper
