@@ -195,7 +195,7 @@ def test_long_context() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_formats(name: str, dtype: torch.dtype) -> None:
     check(Case(form=FORMATS[name], dtype=dtype))
-    check(Case(form=FORMATS[name], dtype=dtype, lengths=(700,)))
+    check(Case(form=FORMATS[name], dtype=dtype, lengths=(700,), tuning=clusters(8)))
     check(Case(form=FORMATS[name], dtype=dtype, page_size=16, lengths=(33, 0, 300), tokens=2, window=40))
 
 
