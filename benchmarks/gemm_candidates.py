@@ -47,14 +47,13 @@ def candidates(m: int, n: int, k: int, group: int = 0) -> Iterator[Tactic]:
         yield SKINNY, 32, 16, 1
     yield WIDE, 128, 128, 0
     yield WIDE, 128, 256, 0
-    if m <= 512:
-        yield WIDE, 256, 128, 0
     yield WIDE, 128, 128, 1
     for parts in (1, 2, 3, 4):
         if k % (32 * parts) or m > 1024:
             continue
         if m <= 256:
             yield SPLIT, 64, 64, parts
+        yield SPLIT, 128, 64, parts
         yield SPLIT, 128, 128, parts
 
 

@@ -52,7 +52,7 @@ def measure(
         graph: replay a CUDA graph (a decode step); False launches each call from Python (eager).
         replays: timed repetitions of the whole rotation.
         cold: rotate through enough inputs to overflow L2; False keeps one set, hot.
-        sustain: seconds of replays before timing, and least seconds timed: the clocks are then those that the board's
+        sustain: seconds of replays before timing, and half as long timed: the clocks are then those that the board's
             power limit leaves to this kernel in a long prefill, not those of a burst.
     """
     calls = [make() for _ in range(copies_for(nbytes, l2_bytes()) if cold else 1)]
@@ -80,9 +80,8 @@ def measure(
         run()
     if sustain:
         once = _milliseconds(run)
-        warm = int(sustain * 1e3 / once)
-        replays = max(replays, min(warm, 500))
-        for _ in range(warm):
+        replays = max(3, min(int(sustain * 500 / once), 500))
+        for _ in range(int(sustain * 1e3 / once)):
             run()
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
     for start, stop in events:

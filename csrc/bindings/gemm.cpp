@@ -49,7 +49,7 @@ void bind_gemm(pybind11::module_& m) {
         [](std::uintptr_t codes, std::uintptr_t row_scale, std::uintptr_t weight, std::uintptr_t weight_scale,
            std::uintptr_t bias, std::uintptr_t out, int rows, int n, int k, int ldd, int groups, int out_type,
            int weight_format, bool packed, std::uintptr_t workspace, std::size_t workspace_bytes,
-           std::uintptr_t counters, const Tactic& tactic, std::uintptr_t stream) {
+           std::uintptr_t counters, int readable_rows, const Tactic& tactic, std::uintptr_t stream) {
             GemmCall call{{pointer(codes), pointer<float>(row_scale), pointer(weight), pointer<float>(weight_scale),
                            pointer<float>(bias), pointer(out), rows, n, k, ldd, groups, groups > 0 ? k / groups : 0,
                            static_cast<OutputType>(out_type), static_cast<WeightFormat>(weight_format),
@@ -57,6 +57,7 @@ void bind_gemm(pybind11::module_& m) {
                           packed,
                           pointer(workspace),
                           workspace_bytes,
+                          readable_rows,
                           pointer<unsigned>(counters)};
             cudaError_t const status = gemm(call, resolve(call, tactic));
             if (status == cudaSuccess) return;
@@ -67,7 +68,7 @@ void bind_gemm(pybind11::module_& m) {
         py::arg("codes"), py::arg("row_scale"), py::arg("weight"), py::arg("weight_scale"), py::arg("bias"),
         py::arg("out"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"),
         py::arg("out_type"), py::arg("weight_format"), py::arg("packed"), py::arg("workspace"),
-        py::arg("workspace_bytes"), py::arg("counters"), py::arg("tactic"), py::arg("stream"),
+        py::arg("workspace_bytes"), py::arg("counters"), py::arg("readable_rows"), py::arg("tactic"), py::arg("stream"),
         "Integer GEMM; see csrc/gemm/gemm.h. weight_format: 0 int4 tiles, 1 int8 rows (row-major int4 if packed).");
     m.def(
         "gemm_choice",

@@ -21,6 +21,7 @@ sm90::GemmProblem hopper_problem(GemmCall const& call, int sm_count) {
             p.bias,
             p.out,
             p.m,
+            call.readable_rows,
             p.n,
             p.k,
             p.ldd,
@@ -102,7 +103,6 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
             sm90::GemmProblem const problem = hopper_problem(call, device.sm_count);
             if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
-            if (choice.a >= 256) return sm90::w4a8_256x128(problem);
             if (choice.c) return sm90::w4a8_128x128_stream_k(problem);
             return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
         }
@@ -110,7 +110,8 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             skinny::DeviceLimits const& device = current_device();
             if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
             sm90::SplitProblem const problem{hopper_problem(call, device.sm_count), choice.c, call.counters};
-            return choice.a <= 64 ? sm90::w4a8_64x64_split(problem) : sm90::w4a8_128x128_split(problem);
+            if (choice.a <= 64) return sm90::w4a8_64x64_split(problem);
+            return choice.b <= 64 ? sm90::w4a8_128x64_split(problem) : sm90::w4a8_128x128_split(problem);
         }
         case GemmKernel::kWideGroups: {
             skinny::DeviceLimits const& device = current_device();

@@ -16,6 +16,7 @@ struct GemmCall {
     bool packed_activations;
     void* workspace;  ///< device memory of at least gemm_scratch().bytes, or null if that is 0
     std::size_t workspace_bytes;
+    int readable_rows;   ///< rows of `codes` that may be read, at least m; what those from m on hold does not matter
     unsigned* counters;  ///< gemm_scratch().counters zeros, or null if that is 0; zeros again after the call
 };
 

@@ -15,6 +15,7 @@ from quarot.ops.quantize_per_token import (
     as_rows,
     check_bits,
     clip_over_qmax,
+    code_buffers,
     empty_codes,
     quantize_rows,
 )
@@ -68,7 +69,7 @@ def cuda(
     if rows == 0 or k == 0:
         return reference(x, residual, eps, bits, clip, packed)
     rows_residual = None if residual is None else as_rows(residual)
-    codes, scale = empty_codes(rows, k, packed, x)
+    codes, scale = code_buffers(rows, k, packed, x)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
         extension().add_rms_norm_quantize(  # type: ignore[union-attr]

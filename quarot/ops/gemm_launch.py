@@ -104,6 +104,12 @@ def _ready(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
 
 
+def _readable_rows(codes: torch.Tensor) -> int:
+    """Rows of ``codes`` and of the memory behind it (``code_buffers`` leaves some), whatever they hold."""
+    memory = codes.untyped_storage().nbytes() - codes.storage_offset() * codes.element_size()
+    return min(memory // max(1, codes.shape[1] * codes.element_size()), 2**30)
+
+
 @functools.lru_cache(maxsize=4096)
 def _scratch(device: int, *size: int, tactic: tuple[int, ...]) -> tuple[int, int]:
     extension: Any = registry.extension()
@@ -176,6 +182,7 @@ def launch(
             0 if workspace is None else workspace.data_ptr(),
             workspace_bytes,
             0 if counters is None else counters.data_ptr(),
+            _readable_rows(codes),
             list(tactic),
             stream,
         )

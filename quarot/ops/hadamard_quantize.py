@@ -12,7 +12,7 @@ import torch
 
 from quarot.ops import hadamard_launch
 from quarot.ops.hadamard import check_shape, hadamard_reference
-from quarot.ops.quantize_per_token import as_rows, check_bits, clip_over_qmax, empty_codes, quantize_rows
+from quarot.ops.quantize_per_token import as_rows, check_bits, clip_over_qmax, code_buffers, empty_codes, quantize_rows
 from quarot.ops.quantize_per_token import cuda as quantize_per_token_cuda
 from quarot.ops.registry import define_op
 
@@ -48,7 +48,7 @@ def cuda(
         return quantize_per_token_cuda(x, bits, clip, packed)
     check_shape(x, order, pow2, inner)
     rows = as_rows(x)
-    codes, scale = empty_codes(rows.shape[0], rows.shape[1], packed, x)
+    codes, scale = code_buffers(rows.shape[0], rows.shape[1], packed, x)
     if rows.numel():
         hadamard_launch.transform_quantize(
             rows, False, order, pow2, inner, bits, clip_over_qmax(clip, bits), packed, codes, scale

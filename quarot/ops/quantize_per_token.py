@@ -76,6 +76,20 @@ def empty_codes(
     return codes, like.new_empty((rows,), dtype=torch.float32)
 
 
+_ROW_ALIGNMENT, _FEW_ROWS = 128, 32
+
+
+def code_buffers(rows: int, k: int, packed: bool, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a kernel fills: :func:`empty_codes`, with memory behind the last row up to a multiple of 128 of them.
+
+    The GEMM reads tokens by tiles. The copy engine fills rows that are not there with zeros, more slowly than it
+    copies, so it is given rows of anything (``csrc/gemm/NOTES.md``). Few tokens (decode) are not read by tiles.
+    """
+    more = -rows % _ROW_ALIGNMENT if rows > _FEW_ROWS else 0
+    codes, scale = empty_codes(rows + more, k, packed, like)
+    return codes[:rows], scale[:rows]
+
+
 def reference(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Specification; see the module."""
     return quantize_rows(x, bits, clip, packed)
@@ -111,7 +125,7 @@ def cuda(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple
     rows, k = x.shape
     if rows == 0 or k == 0:
         return reference(x, bits, clip, packed)
-    codes, scale = empty_codes(rows, k, packed, x)
+    codes, scale = code_buffers(rows, k, packed, x)
     with torch.cuda.device(x.device):
         extension().quantize_per_token(  # type: ignore[union-attr]
             x.data_ptr(),

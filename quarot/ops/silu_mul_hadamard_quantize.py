@@ -11,7 +11,7 @@ import torch
 
 from quarot.ops import hadamard_launch
 from quarot.ops.hadamard import check_shape, hadamard_reference
-from quarot.ops.quantize_per_token import as_rows, check_bits, clip_over_qmax, empty_codes, quantize_rows
+from quarot.ops.quantize_per_token import as_rows, check_bits, clip_over_qmax, code_buffers, empty_codes, quantize_rows
 from quarot.ops.registry import define_op
 
 
@@ -58,7 +58,7 @@ def cuda(
     inner = hadamard_launch.identity_inner(gate.shape[-1]) if order * pow2 == 1 else 1
     check_shape(gate, order, pow2, inner)
     rows = as_rows(gate_up)
-    codes, scale = empty_codes(rows.shape[0], gate.shape[-1], packed, gate_up)
+    codes, scale = code_buffers(rows.shape[0], gate.shape[-1], packed, gate_up)
     if rows.numel():
         hadamard_launch.transform_quantize(
             rows, True, order, pow2, inner, bits, clip_over_qmax(clip, bits), packed, codes, scale

@@ -25,8 +25,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 257, 513]
 # kernel, a, b, c as in csrc/gemm/dispatch.h: every instantiation there is.
 SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 16, 1), (0, 32, 8, 1)]
-WIDE = [(1, 128, 256, 0), (1, 256, 128, 0), (1, 128, 128, 0), (1, 128, 128, 1)]
-SPLIT = [(5, *tile, parts) for tile in ((64, 64), (128, 128)) for parts in (1, 2, 3, 4)]  # parts of K
+WIDE = [(1, 128, 256, 0), (1, 128, 128, 0), (1, 128, 128, 1)]
+SPLIT = [(5, *tile, parts) for tile in ((64, 64), (128, 64), (128, 128)) for parts in (1, 2, 3, 4)]  # parts of K
 TILE = [(4, 0, 0, 0)]
 WIDE_GROUPS = [(6, 128, 128, 0), (6, 64, 128, 0), (6, 64, 64, 0), (6, 64, 32, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
@@ -302,6 +302,23 @@ def test_views_of_the_inputs(m):
     for view in (wide[3:, 7:263], shifted):
         got = gemm_w4a4(view, scales[:, 1], qweight, weight_scale, bias, torch.float16, False)
         assert torch.equal(got, want)
+
+
+@hopper
+@pytest.mark.parametrize("m", [33, 100, 130, 300])
+def test_memory_behind_the_tokens_is_read_and_does_not_matter(m):
+    codes, row_scale, weight, weight_scale, bias = problem(m, 1040, 1024)
+    qweight = pack_int4_tiles(weight)
+    want = exact(codes, row_scale, weight, weight_scale, bias, torch.float16)
+    for rows in (m, m + 7, 512):
+        longer = torch.full((rows, 1024), 99, dtype=torch.int8, device="cuda")
+        longer[:m] = codes
+        for tactic in WIDE + SPLIT:
+            if tactic[0] != 5 or 1024 % (32 * tactic[3]) == 0:
+                got = gemm_launch.launch(
+                    longer[:m], row_scale, qweight, weight_scale, bias, torch.float16, weight_format=0, tactic=tactic
+                )
+                assert torch.equal(got, want), (rows, tactic)
 
 
 @pytest.mark.parametrize("m", [1, 24, 100, 600])

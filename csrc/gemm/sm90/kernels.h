@@ -6,7 +6,6 @@
 namespace quarot::sm90 {
 
 cudaError_t w4a8_128x256(GemmProblem const& p);
-cudaError_t w4a8_256x128(GemmProblem const& p);
 cudaError_t w4a8_128x128_pingpong(GemmProblem const& p);
 
 cudaError_t w8a8_128x256(GemmProblem const& p);

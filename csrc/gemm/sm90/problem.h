@@ -17,6 +17,7 @@ struct GemmProblem {
     float const* bias;          ///< float32 [n] or null
     void* out;                  ///< 16-bit [m, ldd]
     int m;
+    int readable_rows;  ///< rows of `codes` that may be read, at least m; what those from m on hold does not matter
     int n;
     int k;
     int ldd;

@@ -11,6 +11,7 @@
 
 #include "gemm/dequant_epilogue.h"
 #include "gemm/sm90/launch.h"
+#include "gemm/sm90/mainloop.h"
 #include "gemm/sm90/nibble_convert.h"
 
 #include "cute/tensor.hpp"
@@ -50,12 +51,14 @@ struct W4A8 {
         cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void, cutlass::layout::ColumnMajor, 8,
         Element16, cutlass::layout::ColumnMajor, 8, EpilogueSchedule, Fusion>::CollectiveOp;
 
-    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+    using Read = ReadableTokens<typename cutlass::gemm::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, ElementWeight, LayoutWeight, 32, ElementActivation,
         cutlass::layout::ColumnMajor, 16, int32_t, TileShape, ClusterShape,
         cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage)) +
                                                           RESERVED>,
-        KernelSchedule>::CollectiveOp;
+        KernelSchedule>::CollectiveOp>;
+    static constexpr bool kSmall = cute::size<0>(TileShape{}) == 64 && cute::size<1>(TileShape{}) == 64;
+    using Mainloop = cute::conditional_t<kSmall, WholeTiles<Read>, Read>;
 
     using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
     using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
@@ -70,9 +73,10 @@ struct W4A8 {
         args.mainloop.ptr_A = static_cast<ElementWeight const*>(p.weight);
         args.mainloop.dA = weight_layout;
         args.mainloop.ptr_B = static_cast<ElementActivation const*>(p.codes);
+        args.mainloop.tokens = readable_tokens(p, cute::size<1>(TileShape{}));
         args.mainloop.dB = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
         set_epilogue(args.epilogue, p, 0.0625f);
-        set_scheduler(args, p);
+        set_scheduler<TileShape>(args, p);
         return args;
     }
 };

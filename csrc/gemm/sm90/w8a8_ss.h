@@ -50,7 +50,7 @@ struct W8A8 {
         args.mainloop.ptr_B = static_cast<int8_t const*>(p.codes);
         args.mainloop.dB = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
         set_epilogue(args.epilogue, p, 1.0f);
-        set_scheduler(args, p);
+        set_scheduler<TileShape>(args, p);
         return args;
     }
 };
