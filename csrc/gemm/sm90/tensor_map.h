@@ -22,7 +22,11 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, v
     static auto const encode = [] {
         void* function = nullptr;
         cudaDriverEntryPointQueryResult found{};
+#if CUDART_VERSION >= 13000
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
         return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
     }();
     if (encode == nullptr) return cudaErrorNotSupported;
