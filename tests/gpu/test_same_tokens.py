@@ -33,7 +33,7 @@ SHAPE = {
     "head_dim": 64,
 }
 TIE = 0.1
-TOKENS = 32
+TOKENS = 16
 PROMPT = "The capital of France is Paris. The capital of Italy is Rome. A small town in the mountains"
 
 
