@@ -23,7 +23,7 @@ from quarot.bench.shapes import config_of
 from quarot.bench.subjects import PackedDecode, Quantized, filled_packed_cache
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear
-from quarot.runtime import decode_step, fused_layer
+from quarot.runtime import decode_step, linear_group
 from quarot.runtime.boundary import Boundary
 from quarot.runtime.linear_group import LinearGroup
 
@@ -51,21 +51,22 @@ def parts(model: Any) -> dict[str, tuple[Any, str, Callable[..., bool]]]:
     head = model.get_output_embeddings()
     always = lambda *a: True  # noqa: E731
 
-    def group(name: str) -> tuple[Any, str, Callable[..., bool]]:
+    def group(name: str, method: str) -> tuple[Any, str, Callable[..., bool]]:
         like = getattr(layer, name)
         shape = (like.out_features, like.first.in_features)
-        return LinearGroup, "__call__", lambda self, *a: (self.out_features, self.first.in_features) == shape
+        return LinearGroup, method, lambda self, *a: (self.out_features, self.first.in_features) == shape
 
     return {
-        "norm + quantise (2)": (fused_layer, "add_rms_norm_quantize", always),
-        "qkv GEMM": group("qkv"),
+        "norm, qkv": group("qkv", "after_norm"),
         "RoPE + R3 + append": (decode_step, "rope_kv_append", always),
         "attention": (decode_step, "decode_attention", always),
-        "head Hadamard + quantise": (QuantLinear, "quantize_input", lambda self, *a: self is not head),
-        "o GEMM": group("o"),
-        "gate_up GEMM": group("gate_up"),
-        "SiLU + R4 + quantise": (fused_layer, "silu_mul_hadamard_quantize", always),
-        "down GEMM": group("down"),
+        "head Hadamard, o": group("o", "after_rotation"),
+        "norm, gate_up": group("gate_up", "after_norm"),
+        "SiLU + R4, down": group("down", "after_gate"),
+        # Zero where they are part of the GEMM behind them.
+        "norm + quantise (2), if alone": (linear_group, "add_rms_norm_quantize", always),
+        "head Hadamard + quantise, if alone": (QuantLinear, "quantize_input", lambda self, *a: self is not head),
+        "SiLU + R4 + quantise, if alone": (linear_group, "silu_mul_hadamard_quantize", always),
         "begin_step": (Boundary, "begin", always),
         "final norm": (Boundary, "finish", always),
         "head": (type(head), "forward", lambda self, *a: self is head),

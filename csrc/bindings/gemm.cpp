@@ -3,9 +3,11 @@
 #include <pybind11/stl.h>
 
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "gemm/gemm.h"
+#include "gemm/prologue.h"
 #include "gemm/sm80/kernels.h"
 
 namespace quarot {
@@ -40,6 +42,21 @@ GemmCall sized(int m, int n, int k, int ldd, int groups, int out_type, int weigh
     return call;
 }
 
+// The part of a call that does not depend on where the activation codes come from: int4 tiles, a scale a channel.
+using Linear = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, int, int, int, int>;
+
+SkinnyProblem prologue_problem(const Linear& linear, std::uintptr_t stream) {
+    const auto [weight, weight_scale, bias, out, m, n, k, out_type] = linear;
+    return {nullptr, nullptr, pointer(weight), pointer<float>(weight_scale), pointer<float>(bias), pointer(out), m, n, k, n,
+            0, 0, static_cast<OutputType>(out_type), WeightFormat::kInt4Tiles, pointer<CUstream_st>(stream)};
+}
+
+void check_prologue(cudaError_t status, const char* op, const SkinnyProblem& p) {
+    if (status == cudaSuccess) return;
+    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (m=" + std::to_string(p.m) +
+                             ", n=" + std::to_string(p.n) + ", k=" + std::to_string(p.k) + ")");
+}
+
 }  // namespace
 
 void bind_gemm(pybind11::module_& m) {
@@ -70,6 +87,41 @@ void bind_gemm(pybind11::module_& m) {
         py::arg("out_type"), py::arg("weight_format"), py::arg("packed"), py::arg("workspace"),
         py::arg("workspace_bytes"), py::arg("counters"), py::arg("readable_rows"), py::arg("tactic"), py::arg("stream"),
         "Integer GEMM; see csrc/gemm/gemm.h. weight_format: 0 int4 tiles, 1 int8 rows (row-major int4 if packed).");
+    m.def(
+        "add_rms_norm_gemm",
+        [](std::uintptr_t x, std::int64_t x_stride, std::uintptr_t residual, std::int64_t residual_stride, int dtype,
+           int k, float eps, float clip_over_qmax, int bits, std::uintptr_t sum, const Linear& linear,
+           std::uintptr_t stream) {
+            const SkinnyProblem problem = prologue_problem(linear, stream);
+            const NormInput input{pointer(x), pointer(residual), x_stride, residual_stride, static_cast<DType>(dtype),
+                                  k, eps, clip_over_qmax, bits, pointer(sum)};
+            check_prologue(add_rms_norm_gemm(problem, input), "add_rms_norm_gemm", problem);
+        },
+        py::arg("x"), py::arg("x_stride"), py::arg("residual"), py::arg("residual_stride"), py::arg("dtype"),
+        py::arg("k"), py::arg("eps"), py::arg("clip_over_qmax"), py::arg("bits"), py::arg("sum"), py::arg("linear"),
+        py::arg("stream"), "See csrc/gemm/prologue.h. linear: (weight, weight_scale, bias, out, m, n, padded k, out_type).");
+    m.def(
+        "hadamard_gemm",
+        [](std::uintptr_t x, std::int64_t row_stride, int dtype, int heads, int head_dim, std::uintptr_t signs,
+           float clip_over_qmax, int bits, const Linear& linear, std::uintptr_t stream) {
+            const SkinnyProblem problem = prologue_problem(linear, stream);
+            const HeadsInput input{pointer(x), static_cast<DType>(dtype), row_stride, problem.m, heads, head_dim,
+                                   pointer<const std::uint32_t>(signs)};
+            check_prologue(heads_gemm(problem, input, clip_over_qmax, bits), "hadamard_gemm", problem);
+        },
+        py::arg("x"), py::arg("row_stride"), py::arg("dtype"), py::arg("heads"), py::arg("head_dim"), py::arg("signs"),
+        py::arg("clip_over_qmax"), py::arg("bits"), py::arg("linear"), py::arg("stream"));
+    m.def(
+        "silu_gemm_sm90",
+        [](std::uintptr_t gate_up, bool bfloat16, int order, std::uintptr_t signs, float clip_over_qmax, int bits,
+           const Linear& linear, std::uintptr_t stream) {
+            const SkinnyProblem problem = prologue_problem(linear, stream);
+            const SiluInput input{pointer(gate_up), bfloat16, order, pointer<const std::uint8_t>(signs), clip_over_qmax,
+                                  bits};
+            check_prologue(sm90::silu_gemm(problem, input), "silu_gemm_sm90", problem);
+        },
+        py::arg("gate_up"), py::arg("bfloat16"), py::arg("order"), py::arg("signs"), py::arg("clip_over_qmax"),
+        py::arg("bits"), py::arg("linear"), py::arg("stream"));
     m.def(
         "gemm_choice",
         [](int rows, int n, int k, int ldd, int groups, int out_type, int weight_format, bool packed) {

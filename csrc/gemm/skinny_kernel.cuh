@@ -146,26 +146,51 @@ struct Geometry {
     int strips_max;       // most strips any block owns
 };
 
+/// Activation codes in global memory, read chunk by chunk. The other inputs (prologue_*.cuh) make the codes in shared
+/// memory before the first product (`kMade`) and say how they lie there: row r of chunk i begins at i * chunk_stride +
+/// r * row_stride, its unit u unit_offset(u) bytes further on.
+struct StoredCodes {
+    static constexpr bool kMade = false, kOneChunk = false;
+    struct Arguments {};
+    struct Early {};  // what a made input reads ahead of the wait: constants only
+    template <class Layout>
+    static __host__ __device__ constexpr int row_stride() { return Layout::kRowBytes; }
+    template <class Layout>
+    static __host__ __device__ constexpr int chunk_stride() { return 0; }  // a warp has one at a time
+    static __host__ __device__ constexpr int unit_offset(int u) { return u * kUnit; }
+};
+
+/// Made by the warps that use them: one chunk a warp, laid out as StoredCodes are.
+struct MadeChunks : StoredCodes {
+    static constexpr bool kMade = true, kOneChunk = true;
+    template <class Layout>
+    static __host__ __device__ constexpr int chunk_stride() { return Layout::kTileBytes; }
+};
+
 /// Shared memory of a block, in bytes; the host asks for total(), the kernel lays it out in this order.
 template <class Weights, int TOKEN_TILES, int UNITS>
 struct SharedLayout {
     static constexpr int kTokens = TOKEN_TILES * 8;
-    static constexpr int kRowBytes = Weights::kRowPad(UNITS * kUnit);
-    static constexpr int kTileBytes = kTokens * kRowBytes;  // a warp's activations: kTokens rows of one chunk
+    static constexpr int kChunk = UNITS * kUnit;
+    static constexpr int kRowBytes = Weights::kRowPad(kChunk);
+    // A warp's activations: kTokens rows of one chunk. 16: tiles side by side begin in different banks.
+    static constexpr int kTileBytes = kTokens * kRowBytes + 16;
     __host__ __device__ static constexpr int tiles(int warps) { return warps * kTileBytes; }
     __host__ __device__ static constexpr int sums(int strips) { return strips * kTokens * kAccStride * 4; }
     __host__ __device__ static constexpr int total(int warps, int strips) {
-        return tiles(warps) + sums(strips) + (2 * strips * 16 + kTokens) * 4;  // + channel scales, biases, token scales
+        int const floats = 2 * strips * 16 + kTokens;  // channel scales, biases, token scales
+        return (tiles(warps) + sums(strips) + floats * 4 + 127) / 128 * 128;
     }
 };
 
 /// Blocks own equal shares of the 16-row strips; blockIdx.y is the token block.
 ///
-/// A warp takes every WARPS-th chunk of K. It copies the chunk's activations to its own corner of shared memory, turns
-/// them into register fragments once, and streams the chunk's weights of all strips past them: no block-wide barrier
-/// until the end.
-template <class Weights, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
-__global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProblem const p, Geometry const g) {
+/// A warp takes every WARPS-th chunk of K. It copies the chunk's activations to its own corner of shared memory (or the
+/// block makes them there: Input), turns them into register fragments once, and streams the chunk's weights of all
+/// strips past them: no block-wide barrier until the end.
+template <class Weights, class Input, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
+__global__ void __launch_bounds__(WARPS * 32, BLOCKS)
+    skinny_kernel(SkinnyProblem const p, typename Input::Arguments const input, Geometry const g) {
     using Layout = SharedLayout<Weights, TOKEN_TILES, UNITS>;
     constexpr int kTokens = Layout::kTokens, kThreads = WARPS * 32;
     extern __shared__ __align__(128) char shared[];
@@ -211,13 +236,20 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
         copy_4_bytes(channel_scale + i, p.weight_scale + strip_begin * 16 + i);
         if (p.bias != nullptr) copy_4_bytes(channel_bias + i, p.bias + strip_begin * 16 + i);
     }
+    char* const input_shared = shared + Layout::total(WARPS, g.strips_max);
+    typename Input::Early early;
+    if constexpr (Input::kMade) early = Input::template begin<WARPS>(input, tokens, input_shared);
     __syncthreads();  // sums are zero
 
     wait_for_previous_kernel();
     let_next_kernel_start();
-    if (threadIdx.x < tokens) copy_4_bytes(token_scale + threadIdx.x, p.row_scale + token_begin + threadIdx.x);
+    uint32_t const first_tile = uint32_t(__cvta_generic_to_shared(shared));
+    uint32_t const tile = first_tile + warp * Layout::kTileBytes;
+    if constexpr (Input::kMade)
+        Input::template make<Layout, WARPS>(input, early, tokens, shared, token_scale, input_shared);
+    else if (threadIdx.x < tokens)
+        copy_4_bytes(token_scale + threadIdx.x, p.row_scale + token_begin + threadIdx.x);
 
-    uint32_t const tile = uint32_t(__cvta_generic_to_shared(shared)) + warp * Layout::kTileBytes;
     char const* const codes = static_cast<char const*>(p.codes) + size_t(token_begin) * p.k;
     auto fetch = [&](int first_unit) {  // the chunk's activations, 16 bytes a lane
         constexpr int kVectors = UNITS * kUnit / 16, kRows = 32 / kVectors;
@@ -228,21 +260,24 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS) skinny_kernel(SkinnyProble
                 copy_16_bytes_l1(tile + row * Layout::kRowBytes + vector * 16, codes + size_t(row) * p.k + column);
         asm volatile("cp.async.commit_group;" ::: "memory");
     };
-    if (unit < g.units) fetch(unit);
+    if (!Input::kMade && unit < g.units) fetch(unit);
     while (unit < g.units) {
         uint32_t b[TOKEN_TILES][UNITS][4];
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
+        if constexpr (!Input::kMade) asm volatile("cp.async.wait_group 0;" ::: "memory");
         __syncwarp();
 #pragma unroll
         for (int t = 0; t < TOKEN_TILES; ++t) {  // tokens past the end read row 0; their sums are never stored
             int const row = t * 8 + Weights::activation_row(lane);
-            uint32_t const address = Weights::activation_address(tile, row < tokens ? row : 0, Layout::kRowBytes, lane);
+            uint32_t const chunk =
+                Input::kMade ? first_tile + unit / UNITS * Input::template chunk_stride<Layout>() : tile;
+            uint32_t const address = Weights::activation_address(chunk, row < tokens ? row : 0,
+                                                                 Input::template row_stride<Layout>(), lane);
 #pragma unroll
-            for (int u = 0; u < UNITS; ++u) Weights::activations(b[t][u], address + u * kUnit);
+            for (int u = 0; u < UNITS; ++u) Weights::activations(b[t][u], address + Input::unit_offset(u));
         }
         __syncwarp();
         int const next_unit = unit + WARPS * UNITS;
-        if (next_unit < g.units) fetch(next_unit);  // the copies land while this chunk is multiplied
+        if (!Input::kMade && next_unit < g.units) fetch(next_unit);  // the copies land while this chunk is multiplied
 
         for (int strip = 0; strip < strip_count; ++strip) {
             if (strip + 1 < strip_count)

@@ -56,8 +56,9 @@ cudaError_t launch(Kernel kernel, void** arguments, dim3 grid, int threads, int 
     return cudaLaunchKernelExC(&config, reinterpret_cast<void const*>(kernel), arguments);
 }
 
-template <class Weights, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
-cudaError_t run(SkinnyProblem const& p) {
+/// `input_shared`: bytes of shared memory that a made input needs beside its codes.
+template <class Weights, class Input, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
+cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, int input_shared) {
     using Layout = SharedLayout<Weights, TOKEN_TILES, UNITS>;
     int device = 0;
     cudaError_t const error = cudaGetDevice(&device);
@@ -67,7 +68,7 @@ cudaError_t run(SkinnyProblem const& p) {
     Geometry g;
     g.units = (p.k + kUnit - 1) / kUnit;
     int const strips = (p.n + 15) / 16;
-    int const budget = std::min(limits.shared_per_block, limits.shared_per_sm / BLOCKS - 1024);
+    int const budget = std::min(limits.shared_per_block, limits.shared_per_sm / BLOCKS - 1024) - input_shared;
     int blocks = std::min(strips, limits.sm_count * BLOCKS);
     // Where the sums of a block's strips do not fit in shared memory, more blocks run as further waves.
     while (blocks < strips && Layout::total(WARPS, (strips + blocks - 1) / blocks) > budget)
@@ -75,10 +76,18 @@ cudaError_t run(SkinnyProblem const& p) {
     g.strips_max = (strips + blocks - 1) / blocks;
     g.strip_step = ((uint64_t(strips) << 32) + blocks - 1) / blocks;
     dim3 const grid(blocks, (p.m + Layout::kTokens - 1) / Layout::kTokens);
+    if (Input::kMade && grid.y > 1) return cudaErrorInvalidValue;
+    if (Input::kOneChunk && g.units > WARPS * UNITS) return cudaErrorInvalidValue;
     SkinnyProblem problem = p;
-    void* arguments[] = {&problem, &g};
-    return launch(skinny_kernel<Weights, TOKEN_TILES, UNITS, WARPS, BLOCKS>, arguments, grid, WARPS * 32,
-                  Layout::total(WARPS, g.strips_max), limits.capability >= 90, p.stream);
+    typename Input::Arguments made = input;
+    void* arguments[] = {&problem, &made, &g};
+    return launch(skinny_kernel<Weights, Input, TOKEN_TILES, UNITS, WARPS, BLOCKS>, arguments, grid, WARPS * 32,
+                  Layout::total(WARPS, g.strips_max) + input_shared, limits.capability >= 90, p.stream);
+}
+
+template <class Weights, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
+cudaError_t run(SkinnyProblem const& p) {
+    return run<Weights, StoredCodes, TOKEN_TILES, UNITS, WARPS, BLOCKS>(p, {}, 0);
 }
 
 }  // namespace quarot::skinny

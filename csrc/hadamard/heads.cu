@@ -1,6 +1,6 @@
-// One CTA per row, one warp per 32 columns of head_dim. The row is copied to shared memory once; Y = H X[h][i] by
-// mma.m16n8k16 with X as it came (fp16 and bf16 operands and +-1 are exact, so only the fp32 sums round), the
-// accumulators wait for the absmax, and four lanes exchange codes so that each stores eight neighbouring columns.
+// One CTA per row, one warp per 32 columns of head_dim. The row is copied to shared memory once, the accumulators of
+// heads_mma.cuh wait for the absmax, and four lanes exchange codes so that each stores eight neighbouring columns.
+// csrc/gemm/prologue_heads.cuh does the same inside a GEMM, to the same bits.
 #include "hadamard/heads.h"
 
 #include <cmath>
@@ -9,11 +9,12 @@
 #include "device/quantize_row.cuh"
 #include "device/reduce.cuh"
 #include "device/vec8.cuh"
+#include "hadamard/heads_mma.cuh"
 
 namespace quarot {
 namespace {
 
-constexpr int kMaxHeads = 64, kMaxHeadDim = 256;
+using heads::kMaxHeadDim, heads::kMaxHeads;
 
 struct Args {
     const void* x;
@@ -28,27 +29,6 @@ struct Args {
     bool packed;
 };
 
-template <typename T>
-__device__ __forceinline__ void mma(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0, std::uint32_t b1) {
-#define QUAROT_MMA(TYPE)                                                                                              \
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "   \
-                 "{%8, %9}, {%0, %1, %2, %3};"                                                                       \
-                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                                                    \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
-    if constexpr (std::is_same_v<T, __half>)
-        QUAROT_MMA("f16");
-    else
-        QUAROT_MMA("bf16");
-#undef QUAROT_MMA
-}
-
-__device__ __forceinline__ void ldmatrix4_transposed(std::uint32_t (&r)[4], std::uint32_t address) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(address)
-                 : "memory");
-}
-
 // Lane c of four holds, of each of four groups of eight columns, the codes of columns 2 c and 2 c + 1 (`pairs`: groups
 // 0, 1 and 2, 3). Returns the eight codes of group c.
 __device__ __forceinline__ uint2 gather_group(std::uint32_t pairs01, std::uint32_t pairs23, int c) {
@@ -61,7 +41,7 @@ __device__ __forceinline__ uint2 gather_group(std::uint32_t pairs01, std::uint32
     return c & 2 ? make_uint2(other, high) : make_uint2(low, other);
 }
 
-template <typename T, int TILES>  // TILES: 16 heads each, 2 or 4 (3 spills)
+template <typename T, int TILES>  // TILES: 16 heads each, 2 or 4
 __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ unsigned scratch[32];
@@ -72,11 +52,10 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
     for (int mt = 0; mt < TILES; ++mt) word[mt] = a.signs[mt * 32 + lane];  // not an output of a kernel
     pdl_wait();
 
-    // X[h][i], pitch 16 bytes beyond head_dim: eight rows of an ldmatrix lie in different banks. Head rows beyond the
-    // last are zero.
+    // X[h][i]; head rows beyond the last are zero.
     const std::int64_t row = blockIdx.x;
     const T* x = static_cast<const T*>(a.x) + row * a.row_stride;
-    const int pitch = 2 * a.head_dim + 16, chunks = a.head_dim / 8;
+    const int pitch = heads::pitch(a.head_dim), chunks = a.head_dim / 8;
     uint4 chunk[2 * TILES];
 #pragma unroll
     for (int i = 0; i < 2 * TILES; ++i) {
@@ -93,19 +72,17 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
     float acc[TILES][4][4] = {};
     const std::uint32_t base = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared)) + (lane & 15) * pitch +
                                (32 * warp + (lane >> 4) * 8) * 2;
-    constexpr std::uint32_t kOne = std::is_same_v<T, __half> ? 0x3c003c00u : 0x3f803f80u;
 #pragma unroll
     for (int q = 0; q < TILES; ++q) {
         std::uint32_t b[2][4];
-        ldmatrix4_transposed(b[0], base + 16 * q * pitch);
-        ldmatrix4_transposed(b[1], base + 16 * q * pitch + 32);
+        heads::ldmatrix4_transposed(b[0], base + 16 * q * pitch);
+        heads::ldmatrix4_transposed(b[1], base + 16 * q * pitch + 32);
 #pragma unroll
         for (int mt = 0; mt < TILES; ++mt) {
             std::uint32_t h[4];
+            heads::sign_fragment<T>(h, word[mt], q);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) h[i] = (word[mt] << (4 * q + i) & 0x80008000u) ^ kOne;
-#pragma unroll
-            for (int n = 0; n < 4; ++n) mma<T>(acc[mt][n], h, b[n / 2][2 * (n & 1)], b[n / 2][2 * (n & 1) + 1]);
+            for (int n = 0; n < 4; ++n) heads::mma<T>(acc[mt][n], h, b[n / 2][2 * (n & 1)], b[n / 2][2 * (n & 1) + 1]);
         }
     }
 
@@ -142,8 +119,8 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
 template <typename T>
 cudaError_t dispatch(const Args& a, std::int64_t rows, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(rows)), block(a.head_dim);
-    const int tiles = a.heads <= 32 ? 2 : 4;
-    const std::size_t bytes = 16 * tiles * (2 * a.head_dim + 16);
+    const int tiles = heads::tiles(a.heads);
+    const std::size_t bytes = 16 * tiles * heads::pitch(a.head_dim);
     return tiles == 2 ? launch(heads_kernel<T, 2>, grid, block, bytes, stream, a)
                       : launch(heads_kernel<T, 4>, grid, block, bytes, stream, a);
 }

@@ -1,14 +1,13 @@
 // One CTA per row; the sum stays in registers, and one barrier carries both reductions (sum of squares and absmax),
 // because the normalised absmax is the absmax times the norm (rounding is monotonic). Rows longer than the registers
-// hold are read twice.
+// hold are read twice. csrc/gemm/prologue_norm.cuh does the same inside a GEMM, to the same bits.
 #include "quantize/add_rms_norm_quantize.h"
 
 #include <algorithm>
 
 #include "device/launch.cuh"
-#include "device/quantize_row.cuh"
-#include "device/reduce.cuh"
 #include "device/vec8.cuh"
+#include "quantize/rms_norm_row.cuh"
 
 namespace quarot {
 namespace {
@@ -18,60 +17,43 @@ constexpr int kMaxThreads = 512;
 struct Args {
     const void *x, *residual;
     std::int64_t x_stride, residual_stride;
-    int k, vectors;  // vectors = kp / 8
-    float eps;
+    int vectors;  // kp / 8
+    NormRule rule;
     void* codes;
     float* scale;
     void* sum;
     void* values;  // not null: the normalised row itself instead of codes and scale
-    float clip_over_qmax;
-    int bits;
     bool packed;
 };
 
-__device__ __forceinline__ void accumulate(const float (&v)[8], float& squares, unsigned& top) {
+// Every thread of the block, with its warp's part of the row's reductions: one barrier. Pieces of 256 columns come in
+// the order of columns where a thread's vectors are blockDim apart.
+template <int PIECES>
+__device__ __forceinline__ RowNorm reduce(const Args& a, const float2 (&lane_parts)[PIECES], float2* pieces) {
+    const int warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-        squares = fmaf(v[j], v[j], squares);
-        top = max(top, abs_bits(v[j]));
+    for (int i = 0; i < PIECES; ++i) {
+        const float2 piece = warp_squares(lane_parts[i]);
+        if ((threadIdx.x & 31) == 0) pieces[i * warps + warp] = piece;
     }
-}
-
-// What the row's reductions lead to.
-struct Norm {
-    float norm;
-    RowQuantizer q;
-};
-
-// Every thread of the block, with its part of the sum of squares and of the absmax: one barrier.
-__device__ __forceinline__ Norm reduce(const Args& a, float squares, unsigned top, float2* scratch) {
-    squares = warp_sum(squares);
-    top = __reduce_max_sync(kFullWarp, top);
-    const int lane = threadIdx.x & 31, warps = blockDim.x >> 5;
-    if (lane == 0) scratch[threadIdx.x >> 5] = make_float2(squares, __uint_as_float(top));
     __syncthreads();
-    const float2 mine = lane < warps ? scratch[lane] : make_float2(0.0f, 0.0f);
-    squares = warp_sum(mine.x);
-    top = __reduce_max_sync(kFullWarp, __float_as_uint(mine.y));
-    const float mean = __fdiv_rn(squares, static_cast<float>(a.k));
-    const float norm = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, a.eps)));
-    const RowQuantizer q = row_quantizer(__fmul_rn(__uint_as_float(top), norm), a.clip_over_qmax, a.bits);
-    if (threadIdx.x == 0 && !a.values) a.scale[blockIdx.x] = q.scale;
-    return {norm, q};
+    const RowNorm n = row_norm(row_squares(pieces, PIECES * warps), a.rule);
+    if (threadIdx.x == 0 && !a.values) a.scale[blockIdx.x] = n.q.scale;
+    return n;
 }
 
 template <typename T, bool kAligned>
-__device__ __forceinline__ void store_result(const Args& a, int index, float (&v)[8], const Norm& n) {
+__device__ __forceinline__ void store_result(const Args& a, int index, float (&v)[8], const RowNorm& n) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], n.norm);
     if (a.values) {
-        T* row = static_cast<T*>(a.values) + static_cast<std::int64_t>(blockIdx.x) * a.k;
+        T* row = static_cast<T*>(a.values) + static_cast<std::int64_t>(blockIdx.x) * a.rule.k;
         if constexpr (kAligned) {
             Vec8<T> packed;
             packed.pack(v);
-            if (8 * index < a.k) store8(row, 8 * index, packed);
+            if (8 * index < a.rule.k) store8(row, 8 * index, packed);
         } else {
-            store8_any(row, 8 * index, a.k, v);
+            store8_any(row, 8 * index, a.rule.k, v);
         }
         return;
     }
@@ -83,23 +65,23 @@ __device__ __forceinline__ void store_result(const Args& a, int index, float (&v
 // the barrier.
 template <typename T, int VECTORS, bool kResidual>
 __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_quantize_kernel(const Args a) {
-    __shared__ float2 scratch[kMaxThreads / 32];
+    __shared__ float2 pieces[VECTORS * kMaxThreads / 32];
     pdl_trigger();
     pdl_wait();
     const std::int64_t row = blockIdx.x;
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
-    T* sum = static_cast<T*>(a.sum) + row * a.k;
+    T* sum = static_cast<T*>(a.sum) + row * a.rule.k;
 
     Vec8<T> kept[VECTORS], other[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = 8 * (threadIdx.x + i * blockDim.x);
-        kept[i] = load8(x, column, a.k);
+        kept[i] = load8(x, column, a.rule.k);
         if constexpr (kResidual)
-            other[i] = load8(static_cast<const T*>(a.residual) + row * a.residual_stride, column, a.k);
+            other[i] = load8(static_cast<const T*>(a.residual) + row * a.residual_stride, column, a.rule.k);
     }
-    float v[8], squares = 0.0f;
-    unsigned top = 0;
+    float v[8];
+    float2 lane_parts[VECTORS];
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int column = 8 * (threadIdx.x + i * blockDim.x);
@@ -111,11 +93,11 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_quantize_kernel(cons
             for (int j = 0; j < 8; ++j) v[j] = __fadd_rn(v[j], w[j]);
             kept[i].pack(v);
         }
-        if (a.sum && column < a.k) store8(sum, column, kept[i]);
+        if (a.sum && column < a.rule.k) store8(sum, column, kept[i]);
         kept[i].unpack(v);
-        accumulate(v, squares, top);
+        lane_parts[i] = lane_squares(v);
     }
-    const Norm n = reduce(a, squares, top, scratch);
+    const RowNorm n = reduce(a, lane_parts, pieces);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
         const int index = threadIdx.x + i * blockDim.x;
@@ -127,30 +109,32 @@ __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_quantize_kernel(cons
 // Any row, read twice.
 template <typename T>
 __global__ void __launch_bounds__(kMaxThreads) add_rms_norm_quantize_any_kernel(const Args a) {
-    __shared__ float2 scratch[kMaxThreads / 32];
+    __shared__ float2 pieces[kMaxThreads / 32];
     pdl_trigger();
     pdl_wait();
     const std::int64_t row = blockIdx.x;
     const T* x = static_cast<const T*>(a.x) + row * a.x_stride;
     const T* residual = a.residual ? static_cast<const T*>(a.residual) + row * a.residual_stride : nullptr;
-    float v[8], squares = 0.0f;
-    unsigned top = 0;
+    float v[8];
+    float2 lane_parts[1] = {};
     const auto load_sum = [&](int index) {
-        load8_any(x, 8 * index, a.k, v);
+        load8_any(x, 8 * index, a.rule.k, v);
         if (!residual) return;
         float w[8];
-        load8_any(residual, 8 * index, a.k, w);
+        load8_any(residual, 8 * index, a.rule.k, w);
 #pragma unroll
         for (int j = 0; j < 8; ++j) v[j] = to_float(static_cast<T>(__fadd_rn(v[j], w[j])));
     };
     for (int index = threadIdx.x; index < a.vectors; index += blockDim.x) {
         load_sum(index);
-        accumulate(v, squares, top);
+        const float2 more = lane_squares(v);
+        const unsigned top = max(__float_as_uint(lane_parts[0].y), __float_as_uint(more.y));
+        lane_parts[0] = make_float2(lane_parts[0].x + more.x, __uint_as_float(top));
     }
-    const Norm n = reduce(a, squares, top, scratch);
+    const RowNorm n = reduce(a, lane_parts, pieces);
     for (int index = threadIdx.x; index < a.vectors; index += blockDim.x) {
         load_sum(index);
-        if (a.sum) store8_any(static_cast<T*>(a.sum) + row * a.k, 8 * index, a.k, v);
+        if (a.sum) store8_any(static_cast<T*>(a.sum) + row * a.rule.k, 8 * index, a.rule.k, v);
         store_result<T, false>(a, index, v, n);
     }
 }
@@ -178,9 +162,9 @@ bool aligned16(const void* p, std::int64_t stride_bytes, std::int64_t rows) {
 
 cudaError_t run(const Args& a, DType dtype, std::int64_t rows, cudaStream_t stream) {
     const std::int64_t width = dtype == DType::kFloat32 ? 4 : 2;
-    const bool aligned = a.k % 8 == 0 && aligned16(a.x, a.x_stride * width, rows) && aligned16(a.sum, a.k * width, rows) &&
-                         aligned16(a.residual, a.residual_stride * width, rows) &&
-                         aligned16(a.values, a.k * width, rows);
+    const std::int64_t k = a.rule.k;
+    const bool aligned = k % 8 == 0 && aligned16(a.x, a.x_stride * width, rows) && aligned16(a.sum, k * width, rows) &&
+                         aligned16(a.residual, a.residual_stride * width, rows) && aligned16(a.values, k * width, rows);
     switch (dtype) {
         case DType::kFloat16: return dispatch<__half>(a, rows, aligned, stream);
         case DType::kBFloat16: return dispatch<__nv_bfloat16>(a, rows, aligned, stream);
@@ -197,16 +181,18 @@ cudaError_t add_rms_norm_quantize(const void* x, std::int64_t x_stride, const vo
                                   float eps, void* codes, float* scale, void* sum, float clip_over_qmax, int bits,
                                   bool packed, cudaStream_t stream) {
     if (!size_fits(rows, k) || bits < 2 || bits > 8 || (packed && bits > 4)) return cudaErrorInvalidValue;
-    return run({x, residual, x_stride, residual_stride, static_cast<int>(k), static_cast<int>((k + 31) / 32 * 4), eps,
-                codes, scale, sum, nullptr, clip_over_qmax, bits, packed},
+    const NormRule rule{static_cast<int>(k), eps, clip_over_qmax, bits};
+    return run({x, residual, x_stride, residual_stride, static_cast<int>((k + 31) / 32 * 4), rule, codes, scale, sum,
+                nullptr, packed},
                dtype, rows, stream);
 }
 
 cudaError_t add_rms_norm(const void* x, std::int64_t x_stride, const void* residual, std::int64_t residual_stride,
                          DType dtype, std::int64_t rows, std::int64_t k, float eps, void* out, cudaStream_t stream) {
     if (!size_fits(rows, k)) return cudaErrorInvalidValue;
-    return run({x, residual, x_stride, residual_stride, static_cast<int>(k), static_cast<int>((k + 7) / 8), eps, nullptr,
-                nullptr, nullptr, out, 1.0f, 8, false},
+    const NormRule rule{static_cast<int>(k), eps, 1.0f, 8};
+    return run({x, residual, x_stride, residual_stride, static_cast<int>((k + 7) / 8), rule, nullptr, nullptr, nullptr,
+                out, false},
                dtype, rows, stream);
 }
 

@@ -77,6 +77,11 @@ def check_vectors(
     """Raise ValueError for row scales or a bias that a kernel would read beyond their end, or on another device."""
     if row_scale.shape != codes.shape[:1]:
         raise ValueError(f"{op}: row_scale {tuple(row_scale.shape)} must be [{codes.shape[0]}], one per row of codes")
+    check_bias(op, weight_scale, bias)
+
+
+def check_bias(op: str, weight_scale: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raise ValueError for a bias that does not fit the outputs."""
     if bias is None:
         return
     n, device = weight_scale.shape[0], weight_scale.device

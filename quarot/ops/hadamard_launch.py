@@ -19,6 +19,8 @@ from quarot.rotation.hadamard import hadamard_matrix
 
 _MAX_WIDTH = 1 << 24
 _MAX_BLOCKS = 4095
+_LEAST_CLIP = 1e-3
+"""With a smaller clip codes before clamping may leave 16 bits: left to the kernel that clamps in fp32."""
 
 
 @functools.cache
@@ -67,6 +69,20 @@ def factor_table(order: int, pow2: int, device: torch.device) -> torch.Tensor:
     return matrix.view(padded, padded // 8, 8).permute(1, 0, 2).contiguous().to(device)
 
 
+_MOST_FACTOR = 176
+"""Rows and columns of :func:`factor_bits`, as csrc/gemm/prologue.h has it."""
+
+
+@functools.cache
+def factor_bits(order: int, pow2: int, device: torch.device) -> torch.Tensor:
+    """Signs of H_m, order * pow2 = 64 m, as csrc/gemm/sm90/prologue_silu.cuh wants them: uint8 [22, 176]."""
+    m = order * (pow2 // 64)
+    negative = torch.zeros(_MOST_FACTOR, _MOST_FACTOR, dtype=torch.int64, device="cpu")
+    negative[:m, :m] = torch.kron(hadamard_matrix(order).cpu(), hadamard_matrix(pow2 // 64).cpu()) < 0
+    octets = negative.view(_MOST_FACTOR, -1, 8) << torch.arange(8, device="cpu")
+    return octets.sum(-1).T.to(torch.uint8).contiguous().to(device)
+
+
 @functools.cache
 def _is_hopper(index: int) -> bool:
     return torch.cuda.get_device_capability(index)[0] == 9
@@ -90,6 +106,25 @@ def _heads_fit(rows: torch.Tensor, width: int, heads: int, head_dim: int) -> boo
     if rows.dtype not in (torch.float16, torch.bfloat16) or width != heads * head_dim or not _aligned(rows):
         return False
     return heads <= _MAX_HEADS and head_dim % 32 == 0 and head_dim <= _MAX_HEAD_DIM
+
+
+def heads_unavailable(rows: torch.Tensor, heads: int, head_dim: int) -> str | None:
+    """Why the GEMM behind a transform across heads cannot make its codes itself (None when it can)."""
+    if not _heads_fit(rows, rows.shape[1], heads, head_dim):
+        return f"{heads} heads of {head_dim} are more than {_MAX_HEADS} of {_MAX_HEAD_DIM}, or no multiple of 32"
+    # Each of 16 warps has 8 columns of 32 heads.
+    if head_dim // 8 * (1 if heads <= 32 else 2) > 16 or heads * head_dim > 4096:
+        return f"{heads} heads of {head_dim} are too many for the warps of a block"
+    return None
+
+
+def bits_unavailable(gate_up: torch.Tensor, order: int, pow2: int, clip_over_qmax: float) -> str | None:
+    """Why the GEMM behind SiLU and a transform cannot make the codes of the kernel here itself (None when it can)."""
+    plan = _tensor_core_plan(gate_up, order, pow2, gate_up.shape[1] // 2)
+    if plan is None or clip_over_qmax < _LEAST_CLIP:
+        return f"the tensor-core transform does not serve {order} x {pow2}"
+    m, _, tiles = plan
+    return f"H_{m} over {tiles} x 64 columns is too large" if tiles > 1 or m > _MOST_FACTOR else None
 
 
 def unavailable(x: torch.Tensor, width: int, order: int, pow2: int, inner: int, packed: bool) -> str | None:
@@ -165,8 +200,7 @@ def transform_quantize(
     ext = extension()
     assert ext is not None
     plan = None if packed or inner > 1 else _tensor_core_plan(rows, order, pow2, width)
-    # A clip so small that codes before clamping leave 16 bits is left to the kernel that clamps in fp32.
-    if clip_over_qmax < 1e-3:
+    if clip_over_qmax < _LEAST_CLIP:
         plan = None
     with torch.cuda.device(rows.device):
         if plan is not None:

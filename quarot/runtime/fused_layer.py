@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quarot.architectures import Architecture, has_submodule
-from quarot.ops.add_rms_norm_quantize import add_rms_norm_quantize
 from quarot.ops.rope import rope
-from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
 from quarot.runtime.linear_group import LinearGroup
 
 MLP_TOKENS = 16384
@@ -62,9 +60,7 @@ class FusedLayer:
     def forward(self, residual: Tensor, delta: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
         """[M, hidden] residual stream, and what is still to be added to it, through the layer."""
         residual, qkv = self._norm_project(residual, delta, self.attn_norm, self.qkv)
-        out = attend(self, qkv)
-        codes, scale = self.o.first.quantize_input(out)
-        delta = self.o(codes, scale, residual.dtype)
+        delta = self.o.after_rotation(attend(self, qkv))
         if residual.shape[0] <= MLP_TOKENS:
             return self._mlp(residual, delta)
         total = torch.empty_like(residual)
@@ -77,12 +73,7 @@ class FusedLayer:
 
     def _mlp(self, residual: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
         residual, gate_up = self._norm_project(residual, delta, self.mlp_norm, self.gate_up)
-        down = self.down.first
-        rotation = down.input_rotation
-        order, pow2 = (1, 1) if rotation is None else (rotation.order, rotation.pow2)
-        packed = down._packs_activations(gate_up)
-        codes, scale = silu_mul_hadamard_quantize(gate_up, order, pow2, down.a_bits, down.a_clip, packed)
-        return residual, self.down(codes, scale, residual.dtype)
+        return residual, self.down.after_gate(gate_up)
 
     def rotate_positions(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE (after the head norms, where the family has them) on the queries and keys in qkv, in place."""
@@ -110,11 +101,9 @@ class FusedLayer:
     def _norm_project(
         self, residual: Tensor, delta: Tensor | None, norm: nn.Module, linear: LinearGroup
     ) -> tuple[Tensor, Tensor]:
-        first = linear.first
-        packed = first._packs_activations(residual)
         x, other = (residual, None) if delta is None else (delta, residual)
-        codes, scale, residual = add_rms_norm_quantize(x, other, norm_eps(norm), first.a_bits, first.a_clip, packed)
-        return residual, linear(codes, scale, residual.dtype)
+        out, total = linear.after_norm(x, other, norm_eps(norm))
+        return total, out
 
 
 def _group(layer: nn.Module, paths: list[str]) -> LinearGroup:

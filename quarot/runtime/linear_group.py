@@ -12,8 +12,14 @@ import torch
 from torch import nn
 
 from quarot.nn.quant_linear import QuantLinear
+from quarot.ops import add_rms_norm_gemm_w4a4 as norm_gemm
+from quarot.ops import hadamard_gemm_w4a4 as hadamard_gemm
+from quarot.ops import silu_mul_hadamard_gemm_w4a4 as silu_gemm
+from quarot.ops.add_rms_norm_quantize import add_rms_norm_quantize
+from quarot.ops.gemm_prologue import ROWS
 from quarot.ops.gemm_w4a4 import gemm_w4a4
 from quarot.ops.gemm_w8a8 import gemm_w8a8
+from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
 
 _ROWS_PER_STRIP = 16  # rows of an int4 tile: members must end on a strip, or the next one would start inside it
 
@@ -61,6 +67,45 @@ class LinearGroup:
         if self.first.w_bits == 8:
             return gemm_w8a8(codes, row_scale, qweight, scale, bias, dtype)
         return gemm_w4a4(codes, row_scale, qweight, scale, bias, dtype, codes.dtype == torch.uint8)
+
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[M, out_features] from the RMSNorm of ``x + residual``, and that sum: one kernel for a few rows, else two."""
+        first = self.first
+        if self._few(x):
+            arguments = (x, residual, eps, first.a_bits, first.a_clip, *self.tensors())
+            if norm_gemm.available(*arguments) is None:
+                return norm_gemm.add_rms_norm_gemm_w4a4(*arguments)
+        packed = first._packs_activations(x)
+        codes, scale, total = add_rms_norm_quantize(x, residual, eps, first.a_bits, first.a_clip, packed)
+        return self(codes, scale, x.dtype), total
+
+    def after_rotation(self, x: torch.Tensor) -> torch.Tensor:
+        """[M, out_features] from x after the online rotation of the layer: one kernel for a few rows, else two."""
+        first, r = self.first, self.first.input_rotation
+        if r is not None and self._few(x):
+            arguments = (x, r.order, r.pow2, r.inner, first.a_bits, first.a_clip, *self.tensors())
+            if hadamard_gemm.available(*arguments) is None:
+                return hadamard_gemm.hadamard_gemm_w4a4(*arguments)
+        codes, scale = first.quantize_input(x)
+        return self(codes, scale, x.dtype)
+
+    def after_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """[M, out_features] from silu(gate) * up after the rotation of the layer: one kernel for one row, else two."""
+        first, r = self.first, self.first.input_rotation
+        order, pow2 = (1, 1) if r is None else (r.order, r.pow2)
+        if self._few(gate_up):
+            arguments = (gate_up, order, pow2, first.a_bits, first.a_clip, *self.tensors())
+            if silu_gemm.available(*arguments) is None:
+                return silu_gemm.silu_mul_hadamard_gemm_w4a4(*arguments)
+        packed = first._packs_activations(gate_up)
+        codes, scale = silu_mul_hadamard_quantize(gate_up, order, pow2, first.a_bits, first.a_clip, packed)
+        return self(codes, scale, gate_up.dtype)
+
+    def _few(self, x: torch.Tensor) -> bool:
+        """Whether rows are so few that the GEMM had better make its codes itself (where it can)."""
+        return x.shape[0] <= ROWS and x.is_cuda and self.first.w_bits == 4 and not self.first._packs_activations(x)
 
     def _now(self) -> tuple[int, ...]:
         return tuple(m.qweight.data_ptr() for m in self.members)

@@ -9,6 +9,7 @@ import torch
 
 import quarot
 from quarot.runtime.fused_decoder import FAMILIES, install, uninstall
+from quarot.runtime.linear_group import LinearGroup
 
 
 def quantized(tiny_model, family, **fields):
@@ -165,10 +166,8 @@ def test_long_prompts_pass_the_mlp_in_parts(tiny_model, token_ids, monkeypatch):
     model = quantized(tiny_model, "llama")
     whole = model(token_ids, use_cache=False).logits
     rows = []
-    original = fused_layer.silu_mul_hadamard_quantize
-    monkeypatch.setattr(
-        fused_layer, "silu_mul_hadamard_quantize", lambda x, *rest: rows.append(x.shape[0]) or original(x, *rest)
-    )
+    original = LinearGroup.after_gate
+    monkeypatch.setattr(LinearGroup, "after_gate", lambda self, x: rows.append(x.shape[0]) or original(self, x))
     monkeypatch.setattr(fused_layer, "MLP_TOKENS", 8)
     assert torch.equal(model(token_ids, use_cache=False).logits, whole)
     assert max(rows) == 8

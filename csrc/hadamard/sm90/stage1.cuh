@@ -79,7 +79,7 @@ __device__ __forceinline__ void exact_values(const uint4& first, const uint4& se
         float up[8];
         unpack8<Element>(second, up);
 #pragma unroll
-        for (int j = 0; j < 8; ++j) p[j] = silu_exact(p[j]) * up[j];
+        for (int j = 0; j < 8; ++j) p[j] = __fmul_rn(silu_exact(p[j]), up[j]);  // not contracted with what follows
     }
 }
 

@@ -15,8 +15,8 @@
 
 #include "device/async_copy.cuh"
 #include "device/launch.cuh"
-#include "device/quantize_row.cuh"
 #include "device/reduce.cuh"
+#include "hadamard/sm90/row_range.cuh"
 #include "hadamard/sm90/shape.cuh"
 #include "hadamard/sm90/stage1.cuh"
 #include "hadamard/sm90/transform.h"
@@ -31,11 +31,6 @@ struct Transform {
     static constexpr int kSlots = S::kRingBytes / S::kWarps / kSlotBytes;  // of one warp
     static_assert(kSlots >= 1 && (kSlots & (kSlots - 1)) == 0, "slots are masked");
     static constexpr int kChunks = 2 * S::T;  // 16-byte chunks a lane has of a tile
-    // fp16 values up to kLimit cannot overflow in H_32 (gain 32/8 or 32/16). A row with a value above it, or with none
-    // above kLive (where fp16 would lose digits), is redone; so is one with a |gate * up| of kTower times its largest
-    // value, where the error of tanh.approx would show.
-    static constexpr float kLimit = S::T == 1 ? 16256.0f : 32512.0f;
-    static constexpr float kLive = 0.0078125f, kTower = 16.0f;
 
     struct Group {  // small shared state of one group
         std::uint64_t full[S::kWarps][kSlots];
@@ -163,8 +158,7 @@ struct Transform {
             named_barrier(barrier, S::kGroupThreads);
             float factor_inverse = 1.0f;
             const float largest = __uint_as_float(group.peak[parity]);
-            const bool rescale = !(largest <= kLimit && largest >= kLive) ||
-                                 (kSilu && !(__uint_as_float(group.products[parity]) <= kTower * largest));
+            const bool rescale = leaves_range<kSilu, S::T>(largest, __uint_as_float(group.products[parity]));
             if (thread == 0) group.peak[parity ^ 1] = group.products[parity ^ 1] = 0;
             if (rescale) {
                 // Once more from global memory, times a power of two that brings the largest value to 256 .. 512.
@@ -198,12 +192,8 @@ struct Transform {
                 if (lane == 0) group.top[warp] = top;
                 named_barrier(barrier, S::kGroupThreads);
                 top = __reduce_max_sync(kFullWarp, lane < S::kWarps ? group.top[lane] : 0u);
-                float factor = 1.0f;
-                if (top > 0 && top < 0x7f800000u) {
-                    const int exponent = max(static_cast<int>(top >> 23) - 127, -119) - 8;
-                    factor = __uint_as_float(static_cast<unsigned>(127 - exponent) << 23);
-                    factor_inverse = 1.0f / factor;
-                }
+                const float factor = range_factor(top);
+                factor_inverse = 1.0f / factor;
                 for_each_tile([&](int tile, float(&p)[kChunks][8]) {
 #pragma unroll
                     for (int i = 0; i < kChunks; ++i)
@@ -271,20 +261,14 @@ struct Transform {
                 const RowQuantizer q =
                     row_quantizer(__uint_as_float(top) * a.norm * factor_inverse, a.clip_over_qmax, a.bits);
                 if (thread == 0) a.scale[row] = q.scale;
-                const float inverse = q.inverse * factor_inverse * a.norm;
-                const unsigned lo = pair16(q.lo), hi = pair16(q.hi);
+                const CodeWords words(q, factor_inverse, a.norm);
                 std::uint8_t* y = static_cast<std::uint8_t*>(a.y) + static_cast<std::int64_t>(row) * a.n;
                 // Lanes hold pieces of 4 bytes in 8 rows of 64 T: staged through X, they leave as whole lines.
                 constexpr int kPitch = 64 * S::T + 16;  // 16: the 8 rows of a store hit different banks
                 const std::uint32_t staged = x_shared + m_first * kPitch + tile_h * 64 + 16 * w + 4 * (out_lane & 3);
 #pragma unroll
                 for (int j = 0; j < S::N / 8; ++j) {
-                    unsigned e[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) e[i] = __float_as_uint(fmaf(acc[4 * j + i], inverse, 12582912.0f));
-                    const unsigned even = __vmaxs2(__vmins2(__byte_perm(e[0], e[2], 0x5410), hi), lo);
-                    const unsigned odd = __vmaxs2(__vmins2(__byte_perm(e[1], e[3], 0x5410), hi), lo);
-                    const unsigned codes = transpose8x8(__byte_perm(even, odd, 0x6420));
+                    const unsigned codes = words.of(&acc[4 * j]);
                     if constexpr (S::kStaged)
                         store_shared(staged + j * 8 * kPitch, codes);  // rows beyond m as well: they fit
                     else if (m_first + 8 * j < a.m)

@@ -1,0 +1,44 @@
+// Instantiations of the few-token kernel behind the Hadamard across heads + quantiser.
+#include "gemm/prologue_heads.cuh"
+
+#include <cmath>
+
+#include "gemm/prologue.h"
+#include "gemm/skinny_launch.cuh"
+
+namespace quarot {
+namespace {
+
+constexpr int kWarps = 16;
+
+template <typename T, int TILES>
+cudaError_t run(SkinnyProblem const& p, HeadsInput const& in, float clip_over_qmax, int bits) {
+    using Heads = skinny::RotatedHeads<T, TILES>;
+    if (!Heads::fits(in.head_dim, kWarps)) return cudaErrorInvalidValue;
+    typename Heads::Arguments const arguments{static_cast<T const*>(in.x),
+                                              in.row_stride,
+                                              in.heads,
+                                              in.head_dim,
+                                              in.signs,
+                                              static_cast<float>(1.0 / std::sqrt(static_cast<double>(in.heads))),
+                                              clip_over_qmax,
+                                              bits};
+    int const shared = p.m * Heads::row_bytes(in.head_dim);
+    return skinny::run<skinny::Int4Tiles, Heads, 1, 4, kWarps, 1>(p, arguments, shared);
+}
+
+}  // namespace
+
+cudaError_t heads_gemm(SkinnyProblem const& p, HeadsInput const& in, float clip_over_qmax, int bits) {
+    bool const serves = p.format == WeightFormat::kInt4Tiles && p.groups == 0 && p.m >= 1 && p.m <= kPrologueTokens &&
+                        p.k <= kHeadsK && p.k == in.heads * in.head_dim && in.heads >= 1 &&
+                        in.heads <= heads::kMaxHeads && in.head_dim % 32 == 0 && in.head_dim <= heads::kMaxHeadDim &&
+                        bits >= 2 && bits <= 8;
+    if (!serves || in.dtype == DType::kFloat32) return cudaErrorInvalidValue;
+    bool const half = in.dtype == DType::kFloat16;
+    if (heads::tiles(in.heads) == 2)
+        return half ? run<__half, 2>(p, in, clip_over_qmax, bits) : run<__nv_bfloat16, 2>(p, in, clip_over_qmax, bits);
+    return half ? run<__half, 4>(p, in, clip_over_qmax, bits) : run<__nv_bfloat16, 4>(p, in, clip_over_qmax, bits);
+}
+
+}  // namespace quarot
