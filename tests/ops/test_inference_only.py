@@ -18,6 +18,9 @@ from quarot.nn.quant_linear import QuantLinear
 from quarot.ops.hadamard import hadamard, transposed_hadamard
 from quarot.quantization.rtn import quantize_rtn
 
+for module in pkgutil.iter_modules(quarot.ops.__path__):  # defines all ops, whichever test runs first
+    importlib.import_module(f"quarot.ops.{module.name}")
+
 NOTHING: dict[str, Any] = {"w_bits": 16, "a_bits": 16, "k_bits": 16, "v_bits": 16}
 
 
@@ -100,6 +103,7 @@ CALLS: dict[str, tuple[Any, ...]] = {
         FLOAT.view(2, 1, 1, 64), CACHE[0], torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32),
         *CACHE[1:], 0.125, 0, 0, 0,
     ),
+    "merge_partials": (*(FLOAT.view(1, 1, 2, 64), torch.zeros(1, 1, 2)) * 2, torch.float32),
 }  # fmt: skip
 
 
@@ -128,8 +132,6 @@ def test_an_op_that_works_in_place_refuses_what_wants_a_gradient() -> None:
 
 def test_every_op_was_looked_at() -> None:
     """A new op either has a gradient, refuses one above, or gives nothing that could have one."""
-    for module in pkgutil.iter_modules(quarot.ops.__path__):
-        importlib.import_module(f"quarot.ops.{module.name}")
     ops = {name.partition("::")[2] for name in torch._C._dispatch_get_all_op_names() if name.startswith("quarot::")}
     with_gradient = {"hadamard", "transposed_hadamard"}
     in_place = {"rope", "kv_append", "rope_kv_append", "begin_step"}
