@@ -99,6 +99,9 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "float32_matmul": (FLOAT, FLOAT.T.contiguous()),
     "gemm_w4a4": (CODES, FLOAT[:, 0].contiguous(), TILES, SCALES, None, torch.float32),
     "gemm_w8a8": (CODES, FLOAT[:, 0].contiguous(), CODES, SCALES[:2], None, torch.float32),
+    "add_rms_norm_gemm_w4a4": (FLOAT, None, 1e-6, 4, 0.9, TILES, SCALES, None),
+    "hadamard_gemm_w4a4": (FLOAT, 1, 2, 32, 4, 0.9, TILES, SCALES, None),
+    "silu_mul_hadamard_gemm_w4a4": (FLOAT.repeat(1, 2), 1, 64, 4, 0.9, TILES, SCALES, None),
     "decode_attention": (
         FLOAT.view(2, 1, 1, 64), CACHE[0], torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32),
         *CACHE[1:], 0.125, 0, 0, 0,
