@@ -2,7 +2,8 @@
 
 The graph reads its inputs (token ids, positions, tokens a row holds, page table) from buffers of its own, and computes
 slots and lengths from them on the device, so a replay needs four small copies and no plan. It is tied to the memory of
-one cache and lives in it, so its memory goes with the cache; a cache that moved its pages gets a new graph.
+one cache and lives in it, so its memory goes with the cache; a cache that moved its pages gets a new graph, and so does
+a model that was moved.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -62,13 +63,13 @@ class DecodeGraph:
         self.before = torch.zeros(batch, dtype=torch.int32, device=device)
         self.table = torch.zeros(batch, width, dtype=torch.int32, device=device)
         self.choose, self.generator = choose, generator
-        self.addresses = addresses(cache)
+        self.addresses = addresses(fused, cache)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def fits(self, step: Step, batch: int) -> bool:
-        """Whether the graph still describes the cache: same rows, same pages, a table no wider."""
+        """Whether the graph still describes cache and model: same rows, same memory, a table no wider."""
         same = self.batch == batch and step.table.shape[1] <= self.table.shape[1]
-        return same and self.addresses == addresses(self.cache)
+        return same and self.addresses == addresses(self.fused, self.cache)
 
     def load(self, ids: Tensor, positions: Tensor, step: Step) -> None:
         """Copy the inputs of one step into the buffers (asynchronous)."""
@@ -100,7 +101,8 @@ class DecodeGraph:
         if self.generator is not None and state is not None:
             self.generator.set_state(state)  # as if nothing had been drawn: every call draws alike
         stream = torch.cuda.Stream(self.ids.device)
-        with torch.cuda.graph(graph, stream=stream):
+        # What other threads do meanwhile, such as allocate, is none of this recording's business.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.out = self.step()
         # PyTorch begins a recording by zeroing the generator's offset on the recording stream; on a busy GPU that can
         # come after the first replay has set it, which would then draw the numbers of the prompt's token again.
@@ -123,10 +125,10 @@ class DecodeGraph:
         return out
 
 
-def addresses(cache: QuantKVCache) -> tuple[int, ...]:
-    """Where the pages of every layer begin and end: a pool may grow in place."""
+def addresses(fused: FusedDecoder, cache: QuantKVCache) -> tuple[Any, ...]:
+    """Where the weights are, and where the pages of every layer begin and end: a pool may grow in place."""
     pools = [layer.pool for layer in cache.layers if layer.pool is not None]
-    return tuple(number for pool in pools for number in (pool.data_ptr(), pool.numel()))
+    return *fused.addresses(), *(number for pool in pools for number in (pool.data_ptr(), pool.numel()))
 
 
 def graph_for(fused: FusedDecoder, cache: QuantKVCache, step: Step, batch: int) -> DecodeGraph | None:

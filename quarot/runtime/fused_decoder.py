@@ -184,6 +184,12 @@ class FusedDecoder:
                 out = self._attend_through_model(hidden, position_ids, attention_mask, past_key_values, kwargs)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values if use_cache else None)
 
+    def addresses(self) -> tuple[Any, ...]:
+        """Changes whenever the model is moved or cast: what was recorded, or allocated for it, no longer fits then."""
+        weight: Tensor = self.embed.weight  # type: ignore[assignment]
+        downs = (layer.down.first.qweight.data_ptr() for layer in self.layers)
+        return weight.dtype, weight.device, weight.data_ptr(), *downs
+
     def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a backward through the decoder would reach that wants a gradient: the embeddings, given or not."""
         given = kwargs.get("inputs_embeds")

@@ -97,6 +97,8 @@ def generate(
             fused.session = None
             raise
         finally:
+            if input_ids.is_cuda:  # the next call may come on another stream, and memory given back go to one
+                torch.cuda.current_stream(input_ids.device).synchronize()
             session.busy = False
             if not keep_memory:
                 fused.session = None
@@ -124,6 +126,7 @@ class Session:
 
     def __init__(self, model: Any, fused: FusedDecoder, batch: int, length: int) -> None:
         self.model, self.fused, self.batch, self.length = model, fused, batch, length
+        self.weights = fused.addresses()
         self.cache = QuantKVCache(model.config, max_batch=batch, max_length=length)
         self.generator = torch.Generator(model.get_input_embeddings().weight.device)
         self.graphs: dict[tuple[Sampling, bool], DecodeGraph] = {}
@@ -193,7 +196,7 @@ class Session:
     def _graph(self, sampling: Sampling, generator: torch.Generator | None) -> DecodeGraph:
         key = (sampling, generator is not None)
         graph = self.graphs.get(key)
-        if graph is None or graph.addresses != addresses(self.cache):
+        if graph is None or graph.addresses != addresses(self.fused, self.cache):
             head = self.model.get_output_embeddings()
             table = self.cache.table
             assert isinstance(table, StaticTable)
@@ -217,7 +220,8 @@ def _session(model: Any, fused: FusedDecoder, batch: int, length: int) -> Sessio
     rounded = -(-length // _ROUND_LENGTH) * _ROUND_LENGTH
     session: Session | None = fused.session
     fits = session is not None and session.model is model and session.batch == batch
-    if session is None or not fits or not length <= session.length <= 2 * rounded:
+    stays = session is not None and session.weights == fused.addresses()  # else moved, or of another dtype
+    if session is None or not (fits and stays) or not length <= session.length <= 2 * rounded:
         fused.session = None
         session = fused.session = Session(model, fused, batch, rounded)
     return session

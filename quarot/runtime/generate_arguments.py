@@ -63,7 +63,7 @@ def _what(value: Any) -> str:
 
 
 def end_tokens(model: Any, eos: int | Iterable[int] | None) -> Tensor:
-    """The tokens that end a row, int64 on the model\'s device: those given, else the model\'s own."""
+    """The tokens that end a row, int64 on the model's device: those given, else the model's own."""
     if eos is None:
         eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     given = eos.tolist() if isinstance(eos, Tensor) else eos

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -191,6 +192,22 @@ def test_an_interrupted_generation_leaves_the_model_usable(model, token_ids):
     with pytest.raises(KeyboardInterrupt):
         quarot.generate(model, ids, max_new_tokens=10, eos_token_id=(), streamer=Impatient())
     assert torch.equal(quarot.generate(model, ids, max_new_tokens=10, eos_token_id=()), expected)
+
+
+def test_a_model_that_was_moved_or_cast_gets_a_new_cache(model, token_ids):
+    """Graphs know the addresses of its weights, and the pages the dtype of its keys."""
+    tokens, session = quarot.generate(model, token_ids, max_new_tokens=4), model.model.quarot_fused.session
+    graph = next(iter(session.graphs.values()))
+    step = argparse.Namespace(table=graph.table)
+    assert graph.fits(step, 2)
+    copies = [parameter.data.clone() for parameter in model.parameters()]
+    for parameter, copy in zip(model.parameters(), copies, strict=True):
+        parameter.data = copy
+    assert not graph.fits(step, 2)
+    assert torch.equal(quarot.generate(model, token_ids, max_new_tokens=4), tokens)
+    assert model.model.quarot_fused.session is not session
+    model.to(torch.bfloat16)
+    assert quarot.generate(model, token_ids, max_new_tokens=4).shape == tokens.shape
 
 
 def test_threads_take_turns(model, token_ids):
