@@ -45,6 +45,11 @@ def default_kv_clip(bits: int) -> float:
     return 1.0 if bits >= 8 else 0.95
 
 
+def following_clip(clip: float, bits: int, other_bits: int) -> float:
+    """The clip ratio of ``other_bits`` where ``clip`` belongs to ``bits``: one left at its default follows the bits."""
+    return default_kv_clip(other_bits) if clip == default_kv_clip(bits) else clip
+
+
 @dataclass(repr=False)
 class QuarotConfig(QuantizationConfigMixin):
     """What to quantise, to how many bits, and how. The defaults are the paper's W4A4KV4 GPTQ recipe (sections 4 and 5).
@@ -320,8 +325,9 @@ class QuarotConfig(QuantizationConfigMixin):
         """
         if layer is None or not self.kv_bits_by_layer:
             return self.k_bits, self.v_bits, self.k_clip, self.v_clip
-        own = self.replace(**dict(zip(("k_bits", "v_bits"), self.kv_bits_by_layer[layer], strict=True)))
-        return own.k_bits, own.v_bits, own.k_clip, own.v_clip
+        keys, values = self.kv_bits_by_layer[layer]
+        clips = following_clip(self.k_clip, self.k_bits, keys), following_clip(self.v_clip, self.v_bits, values)
+        return keys, values, *clips
 
     def ignores(self, module_name: str) -> bool:
         """Whether the linear module of this name stays in the model's dtype.

@@ -18,8 +18,6 @@ from quarot.ops.kv_layout import SUPPORTED_BITS, KVLayout, Side
 from quarot.rotation.spec import HadamardSpec
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
     from quarot.config import QuarotConfig
 
 
@@ -83,16 +81,6 @@ class KVFormat:
         rotation = None if config.rotation is None else RotationPlan.from_dict(config.rotation).r3
         key_bits, value_bits, key_clip, value_clip = config.cache_of_layer(layer)
         return cls(key_bits, value_bits, config.kv_group_size, key_clip, value_clip, rotation)
-
-    @classmethod
-    def of_model(cls, config: PretrainedConfig, layer: int | None = None) -> KVFormat | None:
-        """The format recorded in a model's ``quantization_config``; None when quarot did not quantise the model."""
-        from quarot.config import QuarotConfig
-
-        quantization = getattr(config, "quantization_config", None)
-        if isinstance(quantization, dict) and quantization.get("quant_method") == "quarot":
-            quantization = QuarotConfig.from_dict(quantization)
-        return cls.from_config(quantization, layer) if isinstance(quantization, QuarotConfig) else None
 
     @property
     def quantizes(self) -> bool:

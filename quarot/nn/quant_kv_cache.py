@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from quarot.config import default_kv_clip
+from quarot.config import QuarotConfig, following_clip
 from quarot.nn.kv_format import KVFormat
 from quarot.nn.page_table import GrowingTable, StaticTable, Step
 from quarot.nn.quant_kv_layer import QuantKVLayer
@@ -114,7 +114,9 @@ class QuantKVCache(Cache):
         count = text_config.num_hidden_layers
         passed: dict[str, Any] = {"key_bits": key_bits, "value_bits": value_bits, "group": group}
         passed |= {"key_clip": key_clip, "value_clip": value_clip}
-        formats = [_format(config, text_config, index, rotate, passed) for index in range(count)]
+        recorded = _recorded(config)
+        head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+        formats = [_format(recorded, head_dim, index, rotate, passed) for index in range(count)]
         self.prefill_mode, self.page_size, self.offloads = prefill, page_size, offloading
         self.table: GrowingTable | StaticTable = (
             GrowingTable(page_size, reserve)
@@ -259,27 +261,30 @@ class QuantKVCache(Cache):
                 layer.pool.copy_(layer.pool.index_select(0, order.to(layer.pool.device)))
 
 
+def _recorded(config: PretrainedConfig) -> QuarotConfig | None:
+    """What a model's ``quantization_config`` says; None when quarot did not quantise the model."""
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "quarot":
+        return QuarotConfig.from_dict(quantization)
+    return quantization if isinstance(quantization, QuarotConfig) else None
+
+
 def _format(
-    config: PretrainedConfig,
-    text_config: PretrainedConfig,
-    layer: int,
-    rotate: bool | None,
-    passed: dict[str, Any],
+    recorded: QuarotConfig | None, head_dim: int, layer: int, rotate: bool | None, passed: dict[str, Any]
 ) -> KVFormat:
-    """A layer's format: the model's own (its quantization_config) or the paper's, with the passed fields on top.
+    """A layer's format: the model's own or the paper's, with the passed fields on top.
 
     Clip ratios at their default follow passed bits.
     """
     from quarot.rotation.hadamard import hadamard_spec
 
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
-    stored = KVFormat.of_model(config, layer)
-    base = stored or KVFormat(rotation=hadamard_spec(head_dim))
+    if recorded is not None:
+        base = KVFormat.from_config(recorded, layer)
+    else:
+        base = KVFormat(rotation=hadamard_spec(head_dim))
     rotation = base.rotation if rotate is None else (base.rotation or hadamard_spec(head_dim)) if rotate else None
     changes = {name: value for name, value in passed.items() if value is not None}
-    unset = {
-        f"{side}_clip": None
-        for side, clip in (("key", base.key_clip), ("value", base.value_clip))
-        if clip == default_kv_clip(getattr(base, f"{side}_bits"))
-    }
-    return dataclasses.replace(base, rotation=rotation, **{**unset, **changes})
+    for side in ("key", "value"):
+        bits, clip = getattr(base, f"{side}_bits"), getattr(base, f"{side}_clip")
+        changes.setdefault(f"{side}_clip", following_clip(clip, bits, changes.get(f"{side}_bits", bits)))
+    return dataclasses.replace(base, rotation=rotation, **changes)

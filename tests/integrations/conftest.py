@@ -35,7 +35,7 @@ class SimulatedCache(DynamicCache):
 @pytest.fixture
 def simulated_cache() -> Callable[[Any], SimulatedCache]:
     """``simulated_cache(model)``: an oracle for the cache of a quantised model."""
-    return lambda model: SimulatedCache(KVFormat.of_model(model.config))
+    return lambda model: SimulatedCache(KVFormat.from_config(model.config.quantization_config))
 
 
 @pytest.fixture

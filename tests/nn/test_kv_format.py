@@ -88,6 +88,22 @@ def test_a_clip_ratio_left_at_its_default_follows_the_bits_of_the_layer():
     assert cache.format.clips == (1.0, 0.95)
 
 
+def test_a_cache_reads_the_configuration_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once a layer: one with overrides for every layer took half a minute a cache."""
+    config = LlamaConfig(num_hidden_layers=6)
+    config.quantization_config = QuarotConfig(kv_bits_by_layer=[[4, 8], [8, 2]] * 3).to_dict()
+    made, check = [], QuarotConfig.__post_init__
+
+    def counted(config: QuarotConfig) -> None:
+        made.append(config)
+        check(config)
+
+    monkeypatch.setattr(QuarotConfig, "__post_init__", counted)
+    formats = [layer.format for layer in QuantKVCache(config).layers]
+    assert [(f.key_bits, f.value_bits) for f in formats] == [(4, 8), (8, 2)] * 3
+    assert len(made) == 1
+
+
 @pytest.mark.parametrize("bits", [(8, 4), (4, 8), (4, 4)])
 def test_keys_and_values_are_clipped_each_by_its_own_ratio(bits: tuple[int, int]) -> None:
     """Twice through pages and once without: an outlier that one ratio cuts survives under the other."""
