@@ -75,6 +75,8 @@ def available(
         return f"the kernel takes at most {ROWS} rows, not {gate_up.shape[0]}"
     if gate_up.shape[1] != 2 * order * pow2:
         return f"{gate_up.shape[1]} columns are not gate and up of {order * pow2}"
+    if gate_up.stride(1) != 1:
+        return f"columns {gate_up.stride(1)} elements apart are not consecutive"
     if weight_scale.ndim != 1:
         return "weight scales are in groups"
     return hadamard_launch.bits_unavailable(gate_up, order, pow2, clip_over_qmax(clip, bits))

@@ -6,6 +6,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
+from quarot.ops import add_rms_norm_gemm_w4a4 as norm_op
+from quarot.ops import hadamard_gemm_w4a4 as heads_op
+from quarot.ops import silu_mul_hadamard_gemm_w4a4 as silu_op
 from quarot.ops.add_rms_norm_gemm_w4a4 import add_rms_norm_gemm_w4a4
 from quarot.ops.add_rms_norm_quantize import add_rms_norm_quantize
 from quarot.ops.gemm_w4a4 import gemm_w4a4
@@ -79,3 +82,14 @@ def test_operands_that_do_not_fit() -> None:
             call(x, 4, tiles, scale, bias[:3])
         with pytest.raises(ValueError, match="2 to 8 bits, not 9"):
             call(x, 9, tiles, scale, bias)
+
+
+def test_columns_apart_have_no_kernel() -> None:
+    """The kernels are told where a row begins, and read what follows."""
+    apart, weight = torch.randn(1, 2 * 128, dtype=torch.float16)[:, ::2], linear(20, 64)
+    assert "2 elements apart" in str(silu_op.available(apart, 1, 64, 4, 0.9, *weight))
+    for reason in (
+        norm_op.available(apart, None, 1e-5, 4, 0.9, *weight),
+        heads_op.available(apart, 1, 4, 32, 4, 0.9, *weight),
+    ):
+        assert "do not begin at multiples of 16 bytes" in str(reason)
