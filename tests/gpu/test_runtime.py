@@ -135,11 +135,29 @@ def test_an_interrupted_generation_leaves_everything_usable(model):
 
 
 def test_threads_take_turns(model):
+    """On streams of their own; the first one records its step while the others look at their prompts."""
     ids = torch.randint(3, 500, (4, 33), device="cuda")
-    expected = [quarot.generate(model, row[None], max_new_tokens=12) for row in ids]
+    options = {"max_new_tokens": 12, "eos_token_id": ()}
+    expected = [quarot.generate(model, row[None], **options) for row in ids]
+    model.model.quarot_fused.session = None
+    torch.cuda.synchronize()
+
+    def alone(row):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return quarot.generate(model, row[None], **options)
+
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda row: quarot.generate(model, row[None], max_new_tokens=12), ids))
+        found = list(pool.map(alone, ids))
+    torch.cuda.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_model_that_was_elsewhere_is_not_run_from_its_old_graphs(model):
+    ids = prompt(2, 20)
+    tokens = quarot.generate(model, ids, max_new_tokens=8, eos_token_id=())
+    model.to("cpu")
+    model.to("cuda")
+    assert torch.equal(quarot.generate(model, ids, max_new_tokens=8, eos_token_id=()), tokens)
 
 
 def test_the_fused_path_refuses_backward(model):
