@@ -190,10 +190,7 @@ class GrowingTable:
 
     def select(self, rows: Tensor) -> None:
         """Rows in a new order, some perhaps dropped or repeated; repeated rows share their pages."""
-        order = rows.tolist()
-        wrong = next((row for row in order if type(row) is not int or not 0 <= row < len(self.rows)), None)
-        if wrong is not None:
-            raise ValueError(f"QuantKVCache holds {len(self.rows)} rows, and row {wrong} was asked for")
+        order = _known_rows(rows, len(self.rows))
         chosen = [list(self.rows[row]) for row in order]
         for row in chosen:
             for page in row:
@@ -275,6 +272,15 @@ class GrowingTable:
             new = torch.ones(batch, count, dtype=torch.bool, device=device) if valid is None else valid
             self.valid = torch.cat([old, new.to(old.device)], dim=1)
         self.columns += count
+
+
+def _known_rows(rows: Tensor, held: int) -> list[int]:
+    """The numbers in ``rows``; raises ValueError for one that is none of the ``held`` rows."""
+    numbers: list[int] = rows.tolist()
+    wrong = next((row for row in numbers if type(row) is not int or not 0 <= row < held), None)
+    if wrong is not None:
+        raise ValueError(f"QuantKVCache holds {held} rows, and row {wrong} was asked for")
+    return numbers
 
 
 def _another_batch(held: int, batch: int) -> ValueError:
@@ -386,6 +392,8 @@ class StaticTable:
         order = torch.arange(self.max_batch, device=self.lengths.device)
         if len(rows) > self.max_batch:
             raise ValueError(f"QuantKVCache is fixed to {self.max_batch} rows; {len(rows)} were asked for")
+        if not torch.compiler.is_compiling() and not _capturing(rows.device):
+            _known_rows(rows, self.batch or self.max_batch)
         order[: len(rows)] = rows.to(order.device)
         for name in ("lengths", "valid"):
             tensor = getattr(self, name)

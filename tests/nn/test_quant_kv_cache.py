@@ -378,9 +378,12 @@ def test_errors_say_what_does_not_fit():
     for wrong in (0, -1, 1.5):
         with pytest.raises(ValueError, match=r"batch_repeat_interleave\("):
             cache.batch_repeat_interleave(wrong)
-    for wrong in ([5, 0], [-1, 0], [0.0, 1.0]):
-        with pytest.raises(ValueError, match=r"holds 2 rows, and row (5|-1|0\.0) was asked for"):
-            cache.reorder_cache(torch.tensor(wrong))
+    fixed = new_cache(max_batch=3, max_length=16)
+    push(fixed, *tokens(2, 5))
+    for wrong in ([5, 0], [-1, 0], [0.0, 1.0], [2, 0]):
+        for one in (cache, fixed):
+            with pytest.raises(ValueError, match=r"holds 2 rows, and row (5|-1|0\.0|2) was asked for"):
+                one.reorder_cache(torch.tensor(wrong))
     with pytest.raises(ValueError, match=r"QuantKVCache\(model\.config\), not Attention\(\)"):
         QuantKVCache(Attention())
     push(cache, *tokens(2, 1))
