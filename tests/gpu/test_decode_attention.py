@@ -14,6 +14,7 @@ import torch
 
 from quarot.ops import registry
 from quarot.ops.kv_layout import KVLayout
+from quarot.ops.quantize_per_token import DTYPE_CODES
 
 decode_op = importlib.import_module("quarot.ops.decode_attention")
 
@@ -264,6 +265,20 @@ def test_clusters(size: int, group_blocks: int) -> None:
     check(Case(lengths=(1000, 5, 0), heads=(8, 2), tokens=3, window=100, tuning=tuning))
     check(Case(lengths=(40000,), heads=(4, 1), tuning=clusters(size, group_blocks, 4, 3)))
     check(Case(lengths=(3000,), heads=(4, 1), page_size=48, rotate=(1, 128), tuning=tuning))
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper")
+def test_clusters_are_taken() -> None:
+    """By default for one short sequence, and where a tuning asks: else the tests around would show nothing of them."""
+
+    def cluster(batch: int, heads: tuple[int, int], tokens: int, tuning: tuple[int, ...] = BUILT_IN) -> int:
+        shape = (DTYPE_CODES[torch.float16], batch, 1, *heads, tokens)
+        return decode_op._plan(torch.cuda.current_device(), 128, 4, 4, 128, 128, *shape, *tuning)[8]
+
+    assert cluster(1, (32, 8), 1024) == 8
+    assert cluster(1, (32, 32), 1024) > 1
+    assert cluster(1, (32, 8), 8192) == cluster(4, (32, 8), 1024) == cluster(1, (32, 8), 1024, clusters(1)) == 0
+    assert [cluster(2, (8, 2), 4096, clusters(size)) for size in (2, 4, 8)] == [2, 4, 8]
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 63, 64, 65, 255, 257, 1023, 1025, 2048, 4097, 8192])
