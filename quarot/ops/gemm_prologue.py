@@ -17,12 +17,16 @@ from quarot.ops.registry import extension, stream
 ROWS = 1
 """Up to here one kernel is faster than two (csrc/gemm/NOTES.md)."""
 
+NOT_ROWS = "its input is not [rows, columns]"
+"""The reference then says so, as :func:`check` does."""
 _MOST_ROWS, _MOST_COLUMNS = 8, 8192
 _OUT_TYPES = {torch.float16: 0, torch.bfloat16: 1}
 
 
 def unavailable(x: torch.Tensor, weight_scale: torch.Tensor) -> str | None:
     """Why no kernel serves the rows ``x`` [M, K] (None when one does)."""
+    if x.dim() != 2:
+        return NOT_ROWS
     rows, columns = x.shape
     if x.dtype not in _OUT_TYPES:
         return f"the kernel reads fp16 or bf16, not {x.dtype}"

@@ -71,6 +71,8 @@ def available(
     bias: torch.Tensor | None,
 ) -> str | None:
     """Why the kernel cannot serve (None when it can)."""
+    if gate_up.dim() != 2:
+        return prologue.NOT_ROWS
     if not 1 <= gate_up.shape[0] <= ROWS:
         return f"the kernel takes at most {ROWS} rows, not {gate_up.shape[0]}"
     if gate_up.shape[1] != 2 * order * pow2:

@@ -86,9 +86,9 @@ def generate(
         session = _session(model, fused, input_ids.shape[0], input_ids.shape[1] + max_new_tokens)
         # One generator for all seeded calls: a graph is tied to the one it was recorded with.
         generator = None if seed is None else session.generator.manual_seed(seed)
-        session.busy = True
         what = f"quarot.generate of {' x '.join(map(str, input_ids.shape))} tokens and {max_new_tokens} new ones"
         try:
+            session.busy = True
             with out_of_memory(what, f"the batch, max_new_tokens or prefill_chunk (now {prefill_chunk})"):
                 logits = session.prefill(input_ids, attention_mask, prefill_chunk)
                 first = sampling.choose(logits, generator)

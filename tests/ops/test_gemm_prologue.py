@@ -11,6 +11,7 @@ from quarot.ops import hadamard_gemm_w4a4 as heads_op
 from quarot.ops import silu_mul_hadamard_gemm_w4a4 as silu_op
 from quarot.ops.add_rms_norm_gemm_w4a4 import add_rms_norm_gemm_w4a4
 from quarot.ops.add_rms_norm_quantize import add_rms_norm_quantize
+from quarot.ops.gemm_prologue import NOT_ROWS
 from quarot.ops.gemm_w4a4 import gemm_w4a4
 from quarot.ops.hadamard_gemm_w4a4 import hadamard_gemm_w4a4
 from quarot.ops.hadamard_quantize import hadamard_quantize
@@ -93,3 +94,12 @@ def test_columns_apart_have_no_kernel() -> None:
         heads_op.available(apart, 1, 4, 32, 4, 0.9, *weight),
     ):
         assert "do not begin at multiples of 16 bytes" in str(reason)
+
+
+@pytest.mark.parametrize("shape", [(64,), (1, 1, 64)])
+def test_what_are_no_rows_has_no_kernel(shape: tuple[int, ...]) -> None:
+    """A kernel's op must not fail before it can say what is wrong."""
+    x, weight = torch.randn(shape, dtype=torch.float16), linear(20, 64)
+    assert norm_op.available(x, None, 1e-5, 4, 0.9, *weight) == NOT_ROWS
+    assert heads_op.available(x, 1, 2, 32, 4, 0.9, *weight) == NOT_ROWS
+    assert silu_op.available(torch.cat((x, x), -1), 1, 64, 4, 0.9, *weight) == NOT_ROWS
