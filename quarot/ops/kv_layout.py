@@ -45,7 +45,6 @@ from torch import Tensor
 
 BLOCK_TOKENS = 16
 SUPPORTED_BITS = (2, 3, 4, 8, 16)
-SUPPORTED_HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 Side = Literal["key", "value"]
 
