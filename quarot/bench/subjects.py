@@ -20,6 +20,7 @@ from quarot.nn.kv_format import arguments
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.argmax_rows import argmax_rows
+from quarot.recording import recording
 from quarot.runtime.decode_graph import DecodeGraph, enabled
 from quarot.runtime.synthetic import random_model, random_quantized_model
 
@@ -263,7 +264,7 @@ class Recorded:
             inner.step()
         torch.cuda.current_stream().wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with recording(graph):
             inner.step()
         self.step: Callable[[], Any] = graph.replay
 

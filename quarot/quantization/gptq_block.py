@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from quarot.recording import recording
+
 _MOST_GRAPHS = 8
 
 
@@ -77,7 +79,7 @@ class BlockRounder:
             self._graph.replay()
         elif self.block.is_cuda and self._calls == 1:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(self.block.device), torch.cuda.graph(self._graph):
+            with torch.cuda.device(self.block.device), recording(self._graph):
                 self._run()
             self._graph.replay()
         else:

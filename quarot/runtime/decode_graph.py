@@ -19,6 +19,7 @@ from torch import Tensor
 from quarot.nn.page_table import Step
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops import registry
+from quarot.recording import recording
 
 if TYPE_CHECKING:
     from quarot.runtime.fused_decoder import FusedDecoder
@@ -101,8 +102,7 @@ class DecodeGraph:
         if self.generator is not None and state is not None:
             self.generator.set_state(state)  # as if nothing had been drawn: every call draws alike
         stream = torch.cuda.Stream(self.ids.device)
-        # What other threads do meanwhile, such as allocate, is none of this recording's business.
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        with recording(graph, stream):
             self.out = self.step()
         # PyTorch begins a recording by zeroing the generator's offset on the recording stream; on a busy GPU that can
         # come after the first replay has set it, which would then draw the numbers of the prompt's token again.

@@ -76,7 +76,9 @@ class DecodeStep:
         try:
             yield
         except BaseException:  # an interrupt, too, leaves a token without its codes
-            self.cache.failed()
+            # A recording computes nothing, and permits no copies.
+            if not (self.step.lengths.is_cuda and torch.cuda.is_current_stream_capturing()):
+                self.cache.failed()
             raise
 
     def attend(self, cos: Tensor, sin: Tensor) -> Any:

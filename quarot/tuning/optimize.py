@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from quarot.precision import tf32
 from quarot.progress import progress_bar
+from quarot.recording import recording
 from quarot.tuning.material import Material
 
 logger = logging.getLogger("quarot")
@@ -158,7 +159,7 @@ def _recorded(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> C
     optimizer.zero_grad(set_to_none=True)
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with recording(graph):
             loss = step()
     except Exception as error:
         torch.cuda.synchronize()

@@ -79,7 +79,11 @@ def test_sampling_repeats_with_its_seed(model):
     assert first == second == third != other
 
 
-def test_a_row_equals_the_row_alone(model):
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_row_equals_the_row_alone(kind):
+    # In fp32: attention adds up one sequence in another order than several, and in fp16 random layers of 4 bits amplify
+    # the code that this flips now and then (see below).
+    model = build(kind, dtype=torch.float32)
     ids = prompt(5, 70)
     together = quarot.generate(model, ids, max_new_tokens=24, eos_token_id=())
     for row in (0, 4):
