@@ -1,9 +1,12 @@
 // Launching with programmatic dependent launch (PDL) where the GPU has it.
 //
-// Every kernel launched through here calls pdl_wait() in every thread before it touches global memory, and
-// pdl_trigger() once its successor may start. Then the successor's launch latency and prologue hide behind the tail of
-// its predecessor (about 1 us a launch in a CUDA graph), and correctness does not depend on what the predecessor is:
-// griddepcontrol.wait returns only when all of its memory is visible, triggered early or not.
+// Every kernel launched through here calls pdl_wait() in every thread before it writes global memory or reads what a
+// kernel may have written, and pdl_trigger() once its successor may start. Then the successor's launch latency and prologue
+// hide behind the tail of its predecessor (about 1 us a launch in a CUDA graph), and correctness does not depend on what the
+// predecessor is: griddepcontrol.wait returns only when all of its memory is visible, triggered early or not.
+//
+// What is read before the wait: weights, their scales, biases and signs, which no kernel writes that triggers early; and in
+// decode attention whole stages of old tokens, with the length and the page ids, which are looked up again behind it.
 #pragma once
 
 #include <cuda_runtime.h>
