@@ -248,6 +248,7 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
                     wgmma_wait<0>();
                 }
                 pin(acc[1]);
+                __syncwarp();  // every lane has read its weights and scales
                 if (lane == 0) mbarrier_arrive(empty(stage), 1);
                 if (ends_group) add_scaled(sum[1], acc[1], scale[c]);
             }
