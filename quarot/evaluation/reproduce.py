@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import quarot
 from quarot.evaluation.half_hadamard import half_hadamard
 from quarot.evaluation.paper import Experiment, Table
@@ -82,7 +84,9 @@ class Reproduction:
             "model": model, "text": _digest(text), "calibration": _digest(calibration),
             "window": window, "windows_asked": windows, "samples": samples, "length": length,
         }  # fmt: skip
-        self.rows: dict[str, list[Row]] = {name: _read(self._file(name)) for name in tables}
+        self.rows: dict[str, list[Row]] = {
+            name: [row for row in _read(self._file(name)) if not row.get("again")] for name in tables
+        }
         self._kept: tuple[str, Any] = ("", None)
 
     def run(self, seeds: int = 1) -> dict[str, list[Row]]:
@@ -134,7 +138,10 @@ class Reproduction:
         return weights + _SEPARATOR + json.dumps(more, sort_keys=True)
 
     def _measure(self, experiment: Experiment, seed: int, zero_shot: bool) -> Row:
-        """The figures of one row, or why there are none: a setting that does not fit the model or text is skipped."""
+        """The figures of one row, or why there are none: a setting that does not fit model, text or memory is skipped.
+
+        What memory did not suffice for is tried again by the next run, which may have more of it.
+        """
         start = time.monotonic()
         try:
             model = self._prepared(experiment, seed)
@@ -143,6 +150,9 @@ class Reproduction:
                 figures = self._accuracies(model) if zero_shot else self._perplexity(model)
         except _SKIPPED as error:
             return {"ppl": None, "skipped": " ".join(str(error).split())}
+        except torch.OutOfMemoryError as error:
+            self._kept = ("", None)
+            return {"ppl": None, "skipped": " ".join(str(error).split()), "again": True}
         seconds = {"prepare_s": prepared - start, "eval_s": time.monotonic() - prepared}
         return {**figures, **{name: round(value, 1) for name, value in seconds.items()}}
 

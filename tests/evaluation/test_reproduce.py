@@ -6,12 +6,12 @@ import pytest
 import torch
 
 import quarot
-from quarot.config import QuarotConfig
 from quarot.evaluation import reproduce
 from quarot.evaluation.paper import TABLES, TASKS, Experiment, Table, paper_model
 from quarot.evaluation.reproduce import Reproduction
 from quarot.evaluation.reproduced_table import markdown
 from quarot.evaluation.sharing import retarget, weights_key
+from quarot.quantization.presets import with_preset
 
 
 class Letters:
@@ -41,7 +41,8 @@ def test_every_setting_is_a_valid_configuration(name):
     assert len(set(settings)) == len(settings)
     for experiment in TABLES[name].experiments:
         if experiment.quantize is not None:
-            QuarotConfig(**experiment.quantize)
+            fields = dict(experiment.quantize)
+            with_preset(None, fields.pop("preset", None), fields)
         for figures in experiment.paper_tasks.values():
             assert len(figures) in (1, len(TASKS) + 1)
             if len(figures) > 1:
@@ -106,6 +107,33 @@ def test_a_text_that_is_too_short_is_a_reason(tiny_model, tmp_path):
     assert "fewer than one window of 5000" in rows[0]["skipped"]
     assert "calibration_length=9000" in rows[1]["skipped"]
     assert {row["ppl"] for row in rows} == {None}
+
+
+def test_what_memory_does_not_suffice_for_is_skipped_and_tried_again(tiny_model, tmp_path, monkeypatch):
+    table = Table("Title", (Experiment("kv4", quantize={"w_bits": 16, "a_bits": 16}), Experiment("full", None)))
+    measure, calls = reproduce.perplexity, []
+
+    def first_too_large(*args, **options):
+        calls.append(1)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("no memory left\nlower the batch")
+        return measure(*args, **options)
+
+    monkeypatch.setattr(reproduce, "perplexity", first_too_large)
+    rows = reproduction(tiny_model, tmp_path, table).run()["t"]
+    assert rows[0]["skipped"] == "no memory left lower the batch"
+    assert rows[1]["ppl"] > 1
+    rows = reproduction(tiny_model, tmp_path, table).run()["t"]
+    assert sorted(row["setting"] for row in rows) == ["full", "kv4"]
+    assert all(row["ppl"] > 1 for row in rows)
+    assert len(calls) == 3
+
+
+def test_the_preset_is_a_table_of_its_own():
+    for name in ("best", "best-zero-shot"):
+        trained = [e for e in TABLES[name].experiments if (e.quantize or {}).get("preset") == "best"]
+        assert [(e.quantize["a_bits"], e.quantize["k_bits"]) for e in trained] == [(4, 4), (8, 4), (16, 16)]
+    assert TABLES["best-zero-shot"].zero_shot
 
 
 def test_rows_of_another_model_or_text_are_not_taken_for_its_own(tiny_model, tmp_path):
