@@ -79,16 +79,28 @@ def test_sampling_repeats_with_its_seed(model):
     assert first == second == third != other
 
 
+@torch.no_grad()
+def step_logits(model, ids: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
+    """[B, 1 + N, vocab] behind the prompt and behind each of ``following`` [B, N], one decode step each."""
+    cache = quarot.QuantKVCache(model.config)
+    steps = [model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]]
+    steps += [model(token[:, None], past_key_values=cache).logits[:, -1] for token in following.unbind(1)]
+    return torch.stack(steps, dim=1)
+
+
 @pytest.mark.parametrize("kind", _KINDS)
-def test_a_row_equals_the_row_alone(kind):
-    # In fp32: attention adds up one sequence in another order than several, and in fp16 random layers of 4 bits amplify
-    # the code that this flips now and then (see below).
-    model = build(kind, dtype=torch.float32)
-    ids = prompt(5, 70)
-    together = quarot.generate(model, ids, max_new_tokens=24, eos_token_id=())
+def test_a_row_is_close_to_the_row_alone(kind):
+    # Attention adds up one sequence in another order than several, which flips a code now and then: in fp32 and with
+    # codes of 8 bits that moves the logits little, while greedy tokens of random layers part at the first near tie.
+    model = build(kind, dtype=torch.float32, a_bits=8)
+    ids, following = prompt(5, 70), prompt(5, 24)
+    together = step_logits(model, ids, following)
     for row in (0, 4):
-        alone = quarot.generate(model, ids[row : row + 1], max_new_tokens=24, eos_token_id=())
-        assert torch.equal(together[row], alone[0])
+        alone = step_logits(model, ids[row : row + 1], following[row : row + 1])
+        errors = (together[row] - alone[0]).norm(dim=-1) / alone[0].norm(dim=-1)
+        assert errors.max() <= 0.05, errors
+    others = (together[0] - together[4]).norm(dim=-1) / together[4].norm(dim=-1)
+    assert others.min() >= 0.2  # so the bound tells rows apart
 
 
 @pytest.mark.parametrize("a_bits", [4, 8])
