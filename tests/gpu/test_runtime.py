@@ -90,17 +90,17 @@ def step_logits(model, ids: torch.Tensor, following: torch.Tensor) -> torch.Tens
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_row_is_close_to_the_row_alone(kind):
-    # Attention adds up one sequence in another order than several, which flips a code now and then: in fp32 and with
-    # codes of 8 bits that moves the logits little, while greedy tokens of random layers part at the first near tie.
+    # Attention adds up one sequence in another order than several. Each quantiser behind it turns an error e into
+    # sqrt(e * step), by the codes that it flips: with 8 bits the logits end up to a tenth apart, other rows 1.4.
     model = build(kind, dtype=torch.float32, a_bits=8)
     ids, following = prompt(5, 70), prompt(5, 24)
     together = step_logits(model, ids, following)
     for row in (0, 4):
         alone = step_logits(model, ids[row : row + 1], following[row : row + 1])
         errors = (together[row] - alone[0]).norm(dim=-1) / alone[0].norm(dim=-1)
-        assert errors.max() <= 0.05, errors
+        assert errors.max() <= 0.2, errors
     others = (together[0] - together[4]).norm(dim=-1) / together[4].norm(dim=-1)
-    assert others.min() >= 0.2  # so the bound tells rows apart
+    assert others.min() >= 0.8  # so the bound tells rows apart
 
 
 @pytest.mark.parametrize("a_bits", [4, 8])
