@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -12,20 +14,60 @@ import torch
 def tf32(allowed: bool) -> Iterator[None]:
     """Allow or forbid TF32 inside the block (also a decorator), whatever the user allows elsewhere.
 
-    The switch is that of the whole process, so keep blocks short; ``torch.compile`` does not look inside one: products
-    of modules go through :func:`quarot.ops.float32_matmul.float32_matmul`.
+    PyTorch has one switch for the whole process, so blocks of several threads share it: while any of them forbids, none
+    rounds, and only the end of the last one brings the user's setting back. Of blocks inside each other the inner one
+    counts. What other threads compute outside of blocks sees the switch too: keep blocks short.
+
+    ``torch.compile`` does not look inside one: products of modules go through
+    :func:`quarot.ops.float32_matmul.float32_matmul`.
     """
-    matmul = torch.backends.cuda.matmul
-    name, wanted = "allow_tf32", allowed
-    try:
-        before = matmul.allow_tf32
-    except RuntimeError:  # set by the newer name (torch 2.9), which does not mix with the older
-        name, before, wanted = "fp32_precision", matmul.fp32_precision, "tf32" if allowed else "ieee"  # type: ignore[assignment]
-    if before == wanted:
-        yield
-        return
-    setattr(matmul, name, wanted)
+    block = object()
+    _switch.begin(block, allowed)
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        _switch.end(block)
+
+
+class _Switch:
+    """PyTorch's switch and the blocks that are open, of all threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.blocks: dict[object, tuple[int, bool]] = {}  # thread and wish, in the order they began
+        self.name, self.users, self.set = "", None, None  # attribute, what the user said, what was said here last
+
+    def begin(self, block: object, allowed: bool) -> None:
+        with self.lock:
+            if not self.blocks:
+                self.name = "fp32_precision" if _read("allow_tf32") is None else "allow_tf32"
+                self.users = self.set = _read(self.name)
+            self.blocks[block] = threading.get_ident(), allowed
+            self.apply()
+
+    def end(self, block: object) -> None:
+        with self.lock:
+            del self.blocks[block]
+            self.apply()
+
+    def apply(self) -> None:
+        """Say what the open blocks want; without any, what the user said, unless somebody spoke in between."""
+        wishes = dict(self.blocks.values())  # the innermost of every thread
+        wanted = _NAMES[self.name][all(wishes.values())] if wishes else self.users
+        if wanted != self.set and (wishes or _read(self.name) == self.set):
+            setattr(torch.backends.cuda.matmul, self.name, wanted)
+        self.set = wanted
+
+
+_NAMES: dict[str, tuple[Any, Any]] = {"allow_tf32": (False, True), "fp32_precision": ("ieee", "tf32")}
+"""Attributes of ``torch.backends.cuda.matmul`` that mean it, and their values for no and yes."""
+
+
+def _read(name: str) -> Any:
+    try:
+        return getattr(torch.backends.cuda.matmul, name)
+    except RuntimeError:  # set by the newer name (torch 2.9), which does not mix with the older
+        return None
+
+
+_switch = _Switch()

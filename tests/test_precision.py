@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -65,6 +68,69 @@ def test_the_setting_comes_back_after_an_error(tf32_allowed: None) -> None:
     with pytest.raises(KeyError), tf32(False):
         raise KeyError
     assert MATMUL.allow_tf32
+
+
+def test_blocks_of_threads_overlap(tf32_allowed: None) -> None:
+    """One begins in the other and ends after it: the switch of the process must forbid as long as either does."""
+    began, ended, found = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        with tf32(False):
+            began.set()
+            ended.wait()
+            found.append(MATMUL.allow_tf32)
+
+    thread = threading.Thread(target=other)
+    with tf32(False):
+        thread.start()
+        began.wait()
+    ended.set()
+    thread.join()
+    assert found == [False]
+    assert MATMUL.allow_tf32
+
+
+def test_the_setting_survives_threads_that_want_opposites(tf32_allowed: None) -> None:
+    began, ended = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with tf32(True):
+            began.set()
+            ended.wait()
+
+    thread = threading.Thread(target=other)
+    with tf32(False):
+        thread.start()
+        began.wait()
+        allowed = MATMUL.allow_tf32
+    ended.set()
+    thread.join()
+    assert not allowed  # rounding is permitted, never needed
+    assert MATMUL.allow_tf32
+    with tf32(False), tf32(True):
+        assert MATMUL.allow_tf32
+    assert MATMUL.allow_tf32
+
+
+def test_many_threads_leave_the_setting_as_it_was(tf32_allowed: None) -> None:
+    def often(number: int) -> bool:
+        rounded = False
+        for turn in range(200):
+            with contextlib.suppress(KeyError), tf32(False):
+                rounded |= MATMUL.allow_tf32
+                if (turn + number) % 5 == 0:
+                    raise KeyError
+        return rounded
+
+    with ThreadPoolExecutor(8) as pool:
+        assert not any(pool.map(often, range(8)))
+    assert MATMUL.allow_tf32
+
+
+def test_what_is_said_inside_a_block_stays(tf32_allowed: None) -> None:
+    with tf32(True):
+        MATMUL.allow_tf32 = False
+    assert MATMUL.allow_tf32 is False
 
 
 @pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="torch before 2.9 has one name only")
