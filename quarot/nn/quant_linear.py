@@ -44,6 +44,10 @@ class QuantLinear(nn.Module):
         ValueError: a group size does not fit K.
     """
 
+    joint: Any = None
+    """The tensors that this layer's are views of (:class:`quarot.runtime.linear_group.Joint`). It belongs to the layer
+    and is let go as soon as a parameter moves, so that the memory is free at once and not at the next forward."""
+
     def __init__(
         self,
         in_features: int,
@@ -204,9 +208,20 @@ class QuantLinear(nn.Module):
 
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             out = fn(tensor)
+            if out is not tensor:
+                self.joint = None
             return tensor.to(out.device) if id(tensor) in kept and out.dtype != tensor.dtype else out
 
         return super()._apply(keep_dtype, recurse)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As in ``nn.Module``: also what assigning a parameter does."""
+        super().register_parameter(name, param)
+        self.joint = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have tensors of their own, which lie wherever they were put."""
+        return vars(self) | {"joint": None}
 
     def extra_repr(self) -> str:
         """``K, N, w4 sym per channel, a4 per token clip 0.9, rotation``."""

@@ -128,7 +128,7 @@ class DecodeGraph:
 def addresses(fused: FusedDecoder, cache: QuantKVCache) -> tuple[Any, ...]:
     """Where the weights are, and where the pages of every layer begin and end: a pool may grow in place."""
     pools = [layer.pool for layer in cache.layers if layer.pool is not None]
-    return *fused.addresses(), *(number for pool in pools for number in (pool.data_ptr(), pool.numel()))
+    return *fused.addresses(), *map(Tensor.data_ptr, pools), *map(Tensor.numel, pools)
 
 
 def graph_for(fused: FusedDecoder, cache: QuantKVCache, step: Step, batch: int) -> DecodeGraph | None:

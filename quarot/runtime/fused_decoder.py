@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Iterator
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -25,6 +27,7 @@ from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
 from quarot.runtime.decode_step import DecodeStep
 from quarot.runtime.fused_layer import FusedLayer, norm_eps
+from quarot.runtime.linear_group import LinearGroup
 
 logger = logging.getLogger("quarot")
 
@@ -126,7 +129,25 @@ class FusedDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, of the model starts without the recorded graphs, which belong to this one's memory."""
-        return vars(self) | {"session": None}
+        state = vars(self) | {"session": None}
+        for name in ("_attributes", "_parameters"):
+            state.pop(name, None)
+        return state
+
+    # Every token of ``model.generate`` looks through these. They are dictionaries, since a look into a module runs
+    # Python code: for hundreds of modules that took longer than a decode step.
+    @functools.cached_property
+    def _attributes(self) -> list[dict[str, Any]]:
+        """Of every module inside the layers."""
+        return [vars(module) for module in self._inner]
+
+    @functools.cached_property
+    def _parameters(self) -> list[dict[str, Tensor]]:
+        """Of every linear layer."""
+        return [member._parameters for group in self._groups() for member in group.members]  # type: ignore[misc]
+
+    def _groups(self) -> Iterator[LinearGroup]:
+        return (group for layer in self.layers for group in (layer.qkv, layer.o, layer.gate_up, layer.down))
 
     def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call must go through the model's own layers (None when it need not)."""
@@ -140,11 +161,11 @@ class FusedDecoder:
             return "the model is in training mode"
         if self.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:  # eager is a function of each model file
             return f"attention is {self.config._attn_implementation!r}"
-        for module in self._inner:
-            if (module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")) and _hooked(module):
+        for module, has in zip(self._inner, self._attributes, strict=True):
+            if (has["_forward_hooks"] or has["_forward_pre_hooks"] or "_hf_hook" in has) and _hooked(module):
                 return f"{type(module).__name__} has a hook"
-        device = self.embed.weight.device  # type: ignore[union-attr]
-        if any(layer.down.first.qweight.device != device for layer in self.layers):
+        devices = set(map(attrgetter("device"), map(itemgetter("qweight"), self._parameters)))
+        if devices != {self.embed.weight.device}:
             return "the layers are on several devices"
         return None
 
@@ -184,11 +205,16 @@ class FusedDecoder:
                 out = self._attend_through_model(hidden, position_ids, attention_mask, past_key_values, kwargs)
         return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values if use_cache else None)
 
+    def join(self) -> None:
+        """Put the weights where forwards will look for them, which the first forward does otherwise."""
+        for group in self._groups():
+            group.tensors()
+
     def addresses(self) -> tuple[Any, ...]:
         """Changes whenever the model is moved or cast: what was recorded, or allocated for it, no longer fits then."""
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
-        downs = (layer.down.first.qweight.data_ptr() for layer in self.layers)
-        return weight.dtype, weight.device, weight.data_ptr(), *downs
+        codes = map(Tensor.data_ptr, map(itemgetter("qweight"), self._parameters))
+        return weight.dtype, weight.device, weight.data_ptr(), *codes
 
     def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a backward through the decoder would reach that wants a gradient: the embeddings, given or not."""

@@ -126,6 +126,7 @@ class Session:
 
     def __init__(self, model: Any, fused: FusedDecoder, batch: int, length: int) -> None:
         self.model, self.fused, self.batch, self.length = model, fused, batch, length
+        fused.join()
         self.weights = fused.addresses()
         self.cache = QuantKVCache(model.config, max_batch=batch, max_length=length)
         self.generator = torch.Generator(model.get_input_embeddings().weight.device)

@@ -7,6 +7,7 @@ Concatenating their rows costs no memory: the parameters of the member layers be
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,15 @@ from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
 _ROWS_PER_STRIP = 16  # rows of an int4 tile: members must end on a strip, or the next one would start inside it
 
 
+class Joint(NamedTuple):
+    """The tensors of a group's members, one below the other, and where each member's part was when they were made."""
+
+    qweight: torch.Tensor
+    scale: torch.Tensor
+    bias: torch.Tensor | None
+    addresses: tuple[int, ...]
+
+
 class LinearGroup:
     """``[y_1 | y_2 | ..] = x [W_1 | W_2 | ..]^T`` from the codes of x.
 
@@ -36,8 +46,6 @@ class LinearGroup:
         self.members = tuple(members)
         self.out_features = sum(m.out_features for m in members)
         self.first = self.members[0]
-        self._tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
-        self._addresses: tuple[int, ...] = ()
 
     @staticmethod
     def reason(members: Sequence[nn.Module]) -> str | None:
@@ -56,10 +64,12 @@ class LinearGroup:
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Joint codes, scales and bias; joined again when a member was moved or reloaded since."""
-        if self._tensors is None or self._addresses != self._now():
-            self._tensors = self._join()
-            self._addresses = self._now()
-        return self._tensors
+        joint: Joint | None = self.first.joint
+        if joint is None or any(m.joint is not joint for m in self.members) or joint.addresses != self._now():
+            joint = Joint(*self._join(), self._now())
+            for m in self.members:
+                m.joint = joint
+        return joint[:3]
 
     def __call__(self, codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[M, out_features] in ``dtype`` from codes [M, Kp] and fp32 row scales [M]."""
@@ -108,7 +118,7 @@ class LinearGroup:
         return x.shape[0] <= ROWS and x.is_cuda and self.first.w_bits == 4 and not self.first._packs_activations(x)
 
     def _now(self) -> tuple[int, ...]:
-        return tuple(m.qweight.data_ptr() for m in self.members)
+        return tuple(m._parameters["qweight"].data_ptr() for m in self.members)  # type: ignore[union-attr]
 
     def _join(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         if len(self.members) == 1:

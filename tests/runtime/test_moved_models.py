@@ -1,0 +1,102 @@
+"""Weights that move: their memory is free at once, what was made from them is made again, and noticing it is cheap."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import quarot
+from quarot.runtime.decode_graph import addresses
+
+
+@pytest.fixture
+def model(tiny_model, token_ids):
+    model = tiny_model("llama")
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", progress=False)
+    quarot.generate(model, token_ids, max_new_tokens=2)  # joins q, k, v and gate, up
+    return model
+
+
+def groups(model):
+    layers = model.model.quarot_fused.layers
+    return [group for layer in layers for group in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+
+
+def test_joined_weights_are_free_as_soon_as_the_model_has_moved(model):
+    held = [weakref.ref(tensor) for group in groups(model) for tensor in group.tensors() if tensor is not None]
+    assert len(held) >= 4 * 2 * model.config.num_hidden_layers
+    model.to("meta")
+    gc.collect()
+    assert not any(ref() is not None for ref in held)
+
+
+def test_a_move_to_where_it_is_joins_nothing_again(model):
+    before = [group.tensors()[0] for group in groups(model)]
+    model.to("cpu").eval()
+    assert all(group.tensors()[0] is tensor for group, tensor in zip(groups(model), before, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["q_proj", "v_proj"])
+@pytest.mark.parametrize("how", ["parameter", "state", "data"])
+def test_one_exchanged_weight_is_noticed(model, token_ids, name, how):
+    layer, fused = getattr(model.model.layers[1].self_attn, name), model.model.quarot_fused
+    cache = fused.session.cache
+    known, logits = addresses(fused, cache), model(token_ids).logits
+    other = layer.qweight.data.flip(0).contiguous()
+    if how == "parameter":
+        layer.qweight = nn.Parameter(other, requires_grad=False)
+    elif how == "state":
+        layer.load_state_dict(layer.state_dict() | {"qweight": other}, assign=True)
+    else:
+        layer.qweight.data = other
+    assert addresses(fused, cache) != known
+    found = model(token_ids).logits
+    assert not torch.equal(found, logits)
+    quarot.runtime.fused_decoder.uninstall(model)
+    assert (found - model(token_ids).logits).norm() <= 2e-3 * found.norm()
+
+
+def test_joined_biases_follow_a_cast(model):
+    group = model.model.quarot_fused.layers[0].qkv
+    assert group.tensors()[2].dtype == torch.float32
+    model.to(torch.bfloat16)
+    assert group.tensors()[2].dtype == torch.bfloat16
+    assert group.tensors()[1].dtype == torch.float32
+
+
+def test_a_copied_layer_joins_nothing_of_the_original(model):
+    layer = model.model.layers[0].self_attn.q_proj
+    assert layer.joint is not None
+    assert copy.deepcopy(layer).joint is None
+
+
+def test_a_token_looks_into_no_module_by_python_code(model, monkeypatch):
+    """``Module.__getattr__`` runs for every parameter and every name that is not there: once milliseconds a token."""
+    fused, calls, original = model.model.quarot_fused, [], nn.Module.__getattr__
+    fused.obstacle((), {}), addresses(fused, fused.session.cache)
+    monkeypatch.setattr(nn.Module, "__getattr__", lambda self, name: calls.append(name) or original(self, name))
+    assert fused.obstacle((), {}) is None
+    assert addresses(fused, fused.session.cache)
+    assert len(calls) <= 4
+
+
+def test_a_hook_is_seen_whatever_happened_to_the_dictionary_of_hooks(model):
+    module: Any = model.model.layers[1].mlp.down_proj
+    fused = model.model.quarot_fused
+    module._forward_hooks = OrderedDict()
+    assert fused.obstacle((), {}) is None
+    handle = module.register_forward_hook(lambda *_: None)
+    assert "QuantLinear has a hook" in fused.obstacle((), {})
+    handle.remove()
+    assert fused.obstacle((), {}) is None
+    module._hf_hook = object()
+    assert "QuantLinear has a hook" in fused.obstacle((), {})
