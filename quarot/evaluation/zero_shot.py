@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import gzip
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from quarot.evaluation.likelihoods import likelihoods
 from quarot.evaluation.perplexity import check_at_least_1
 
 PREFIX = {
@@ -97,7 +99,7 @@ def zero_shot(
 ) -> dict[str, dict[str, float]]:
     """Accuracies by task and metric: ``acc``, and ``acc_norm`` (per byte of the choice) for multiple choice.
 
-    The likelihoods come from lm-eval's ``HFLM`` (its truncation, batching and token splitting).
+    Requests are tokenised by lm-eval's ``HFLM``, and scored as there (:mod:`quarot.evaluation.likelihoods`).
 
     Raises:
         ImportError: lm-eval is missing, with what to install.
@@ -110,6 +112,8 @@ def zero_shot(
     except ImportError:
         raise ImportError("zero-shot tasks need lm-eval: pip install lm-eval") from None
     harness = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size, max_length=2048)
+    sizes = {"batch_size": batch_size, "max_length": harness.max_length, "device": harness.device}
+    harness._loglikelihood_tokens = partial(likelihoods, harness._model_call, **sizes)
     scores = {}
     # Without a cache the attention function quantises every key and value, as the paper's simulation does; with one, a
     # prompt attends to its own unquantised ones and the cache's bits would not count.

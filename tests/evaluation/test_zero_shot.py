@@ -2,9 +2,12 @@
 
 import gzip
 import json
+import math
 
 import pytest
+import torch
 
+from quarot.evaluation.likelihoods import likelihoods
 from quarot.evaluation.zero_shot import parse_tasks, read_rows, requests, score
 
 
@@ -84,3 +87,39 @@ def test_with_lm_eval(tiny_model, tmp_path):
     file = write(tmp_path / "t.jsonl", {"query": "abc", "choices": ["d", "e"], "gold": 1})
     result = zero_shot(tiny_model("llama"), tokenizer, {"t": file})
     assert set(result["t"]) == {"acc", "acc_norm"}
+
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    pairs = [("abc", "d"), ("a", "bcdefg"), ("zyx" * 9, "wv"), ("b", "b")]
+    harness = HFLM(pretrained=tiny_model("llama"), tokenizer=tokenizer, batch_size=3, max_length=20)
+    theirs = harness.loglikelihood([Instance("loglikelihood", {}, pair, 0) for pair in pairs])
+    encoded = [(pair, *harness._encode_pair(*pair)) for pair in pairs]
+    sizes = {"batch_size": 3, "max_length": 20, "device": harness.device}
+    for own, other in zip(likelihoods(harness._model_call, encoded, **sizes), theirs, strict=True):
+        assert own == pytest.approx(other, abs=1e-4)
+
+
+def successor(ids):
+    """Logits of a model that expects each token to be followed by the next number."""
+    return 4.0 * torch.nn.functional.one_hot((ids + 1) % 30, 30).double()
+
+
+def test_likelihoods_of_continuations():
+    pairs = [([3], [4, 5]), ([7, 1], [2]), ([9, 9, 9, 9, 4], [5, 9]), ([1], [2, 3, 4, 5])]
+    requests = [(("", ""), *pair) for pair in pairs]
+    right, wrong = math.log(math.exp(4) / (math.exp(4) + 29)), math.log(1 / (math.exp(4) + 29))
+    expected = [(2 * right, True), (right, True), (right + wrong, False), (4 * right, True)]
+    for batch_size in (1, 3, 9):
+        seen = []
+        found = likelihoods(
+            lambda ids: seen.append(ids.shape) or successor(ids),  # noqa: B023
+            requests,
+            batch_size=batch_size,
+            max_length=5,
+            device=torch.device("cpu"),
+        )
+        assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+        assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-6)
+        assert max(shape[1] for shape in seen) == 5  # of 7 tokens, the last is not read and the first is cut off
+        assert max(shape[0] for shape in seen) == min(batch_size, 4)
