@@ -60,8 +60,8 @@ class QuarotConfig(QuantizationConfigMixin):
         w_group_size: inputs that share one weight scale; None = one scale per output channel (the paper).
         w_symmetric: symmetric codes ``-2^(b-1) .. 2^(b-1)-1`` (the paper), or asymmetric with a zero point.
         w_clip: search each scale's clip ratio over the error of the weights (the paper), or use the plain range.
-        w_clip_norm: exponent of that error: 2 for squares (the paper's text), 2.4 in its code; the larger, the less is
-            clipped.
+        w_clip_norm: exponent of that error; the larger, the less is clipped. Default: 2 (the paper's text) for GPTQ,
+            and 2.4 (its code) where weights are rounded to nearest and nothing makes up for what was clipped.
         a_bits: activation bits per token, 4, 6 or 8; 16 leaves activations in the model's dtype.
         a_clip: constant clip ratio of the activations. Default: the paper's 0.9, and 1.0 at 8 bits, whose finer grid
             loses more by clipping than it gains.
@@ -127,7 +127,7 @@ class QuarotConfig(QuantizationConfigMixin):
     w_group_size: int | None = None
     w_symmetric: bool = True
     w_clip: bool = True
-    w_clip_norm: float = 2.0
+    w_clip_norm: float = None  # type: ignore[assignment]  # chosen by w_method in __post_init__
     a_bits: int = 4
     a_clip: float = None  # type: ignore[assignment]  # chosen by a_bits in __post_init__
     a_group_size: int | None = None
@@ -185,7 +185,7 @@ class QuarotConfig(QuantizationConfigMixin):
         self._one_of("lm_head_bits", _HEAD_BITS)
         for name, value in self._default_clips().items():
             if getattr(self, name) is None:
-                both = None if name == "a_clip" else self.kv_clip
+                both = self.kv_clip if name in ("k_clip", "v_clip") else None
                 object.__setattr__(self, name, value if both is None else both)
         object.__setattr__(self, "kv_clip", None)
         for name in ("a_clip", "k_clip", "v_clip"):
@@ -290,10 +290,11 @@ class QuarotConfig(QuantizationConfigMixin):
 
     def _default_clips(self) -> dict[str, float]:
         cache = {"k_clip": default_kv_clip(self.k_bits), "v_clip": default_kv_clip(self.v_bits)}
-        return {"a_clip": 1.0 if self.a_bits == 8 else 0.9, **cache}
+        weights = {"w_clip_norm": 2.4 if self.w_method == "rtn" else 2.0}
+        return {"a_clip": 1.0 if self.a_bits == 8 else 0.9, **weights, **cache}
 
     def replace(self, **changes: Any) -> QuarotConfig:
-        """A copy with some fields changed, validated again; clip ratios left at their default follow the bits."""
+        """A copy with some fields changed, validated again; clip ratios and w_clip_norm left at defaults follow."""
         unknown = sorted(set(changes) - {field.name for field in dataclasses.fields(self)})
         if unknown:
             known = sorted(field.name for field in dataclasses.fields(self))

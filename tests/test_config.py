@@ -76,3 +76,12 @@ def test_unknown_fields_are_refused_with_the_known_ones() -> None:
 def test_plans_come_back_from_json() -> None:
     plan = RotationPlan("llama", seed=3, r1="hadamard", r1_hadamard=HadamardSpec(64, 1, 64), notes=("a", "b"))
     assert RotationPlan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+
+
+def test_the_exponent_of_the_clip_search_follows_the_method():
+    assert (QuarotConfig().w_clip_norm, QuarotConfig(w_method="rtn").w_clip_norm) == (2.0, 2.4)
+    assert QuarotConfig().replace(w_method="rtn").w_clip_norm == 2.4
+    assert QuarotConfig(w_clip_norm=3.0).replace(w_method="rtn").w_clip_norm == 3.0
+    assert QuarotConfig(overrides={"a": {"w_method": "rtn"}}).for_module("a").w_clip_norm == 2.4
+    stored = QuarotConfig(w_method="rtn", w_clip_norm=2.0)
+    assert QuarotConfig.from_dict(stored.to_dict()).w_clip_norm == 2.0

@@ -5,9 +5,9 @@
   quarot reproduce main --model meta-llama/Llama-2-7b-hf --seeds 3 --out results
   quarot reproduce all --model smollm2 --tasks piqa.jsonl,winogrande.jsonl --out results
 
-`all` runs every table, and what tables have in common once. Each row is saved to OUT/TABLE.json as soon as it is
-measured; the same command continues where it stopped. OUT/TABLE.md has the paper's figures beside ours where the model
-is one of the paper's.
+`all` runs every table, `main,kv` these two, and what tables have in common once. Each row is saved to OUT/TABLE.json as
+soon as it is measured; the same command continues where it stopped. OUT/TABLE.md has the paper's figures beside ours
+where the model is one of the paper's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quarot.writable import check_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("table", metavar="TABLE", nargs="?", help="all, or one of those that --list shows")
+    parser.add_argument("table", metavar="TABLE", nargs="?", help="all, or one or more (a,b) that --list shows")
     parser.add_argument("--list", action="store_true", help="list the tables and stop")
     parser.add_argument("--model", default="smollm2", metavar="MODEL", help="hub id, folder, or smollm2 (default)")
     models.add_place_arguments(parser)
@@ -46,9 +46,10 @@ def run(options: argparse.Namespace) -> int:
         for name, table in TABLES.items():
             print(f"{name:18} {table.title} ({len(table.experiments)} settings)")
         return 0
-    if options.table != "all" and options.table not in TABLES:
-        raise ValueError(f"no table {options.table!r}; choose from {', '.join(TABLES)}, all")
-    tables = _runnable(dict(TABLES) if options.table == "all" else {options.table: TABLES[options.table]}, options)
+    names = list(TABLES) if options.table == "all" else options.table.split(",")
+    if unknown := [name for name in names if name not in TABLES]:
+        raise ValueError(f"no table {unknown[0]!r}; choose from {', '.join(TABLES)}, all")
+    tables = _runnable({name: TABLES[name] for name in names}, options)
 
     check_folder(options.out, "--out")
 

@@ -172,6 +172,6 @@ def _errors(
     work.mul_(scale).sub_(values)
     if norm == 2:
         work.square_()
-    else:
-        work.abs_().pow_(norm)
+    else:  # pow, which takes seven times as long on a CPU
+        work.abs_().log_().mul_(norm).exp_()
     return work.sum(-1) if factors is None else work.mul_(factors).sum(-1)

@@ -142,6 +142,8 @@ class LayerQuantizer:
 
     def _quantize_part(self, part: Stage, moments: Moments | None) -> None:
         config = self.configs[part[0]]
+        if moments is None:  # also an expert that no token is routed to, whatever its method
+            config = config.replace(w_method="rtn")
         name = ", ".join(f"{self.name}.{path}" for path in part)
         weights = [linear_weight(self.observed[path].source).detach() for path in part]
         weight = torch.cat([w.float() for w in weights])
@@ -152,7 +154,7 @@ class LayerQuantizer:
             "norm": config.w_clip_norm,
         }
         latent: torch.Tensor | None = None
-        if config.w_method == "rtn" or moments is None:
+        if moments is None or config.w_method == "rtn":
             result = quantize_rtn(weight, config.w_bits, **grid)
             if config.tune_steps:
                 latent = positions(weight, result)

@@ -80,18 +80,22 @@ def optimize(
         optimizer.step()
         return loss.detach()
 
-    def eager() -> Tensor:
+    def forget() -> None:
         optimizer.zero_grad(set_to_none=True)
+
+    def eager() -> Tensor:
+        forget()
         return step()
 
     begin = time.monotonic()
-    run = _recorded(step, optimizer) if graphed and steps > _EAGER_STEPS else None
+    run = _recorded(step, forget) if graphed and steps > _EAGER_STEPS else None
     if seconds is not None:
         steps = min(steps, _affordable(run or eager, device, seconds - (time.monotonic() - begin)))
     generator = torch.Generator().manual_seed(seed)
     order: list[int] = []
     losses: list[Tensor] = []
     best = _Best([p for group in groups for p in group["params"]])
+    watch = _HeldOut(loss_of, ids, wanted, windows[trained:], targets[trained:], recorded=run is not None)
     for index in progress_bar(range(steps), description, progress, steps):
         if len(order) < batch_size:
             order += torch.randperm(trained, generator=generator).tolist()
@@ -101,9 +105,9 @@ def optimize(
         _set_rates(optimizer, index, steps)
         losses.append((run or eager)().clone())
         if held and (steps - 1 - index) % max(1, steps // (2 * _LOOKS)) == 0 and 2 * index >= steps - 1:
-            best.look(_held_loss(loss_of, windows[trained:], targets[trained:], batch_size, device))
+            best.look(watch.loss())
     best.restore()
-    optimizer.zero_grad(set_to_none=True)
+    forget()
     found = torch.stack(losses).tolist() if losses else []
     if not all(math.isfinite(loss) for loss in found):
         raise FloatingPointError(f"{description}: the loss is not finite; lower the learning rate")
@@ -128,10 +132,34 @@ class _Best:
             parameter.copy_(kept)
 
 
-@torch.no_grad()
-def _held_loss(loss_of: Loss, windows: Tensor, targets: Tensor, batch_size: int, device: torch.device) -> float:
-    parts = zip(windows.split(batch_size), targets.split(batch_size), strict=True)
-    return sum(float(loss_of(ids.to(device), wanted.to(device))) * len(ids) for ids, wanted in parts) / len(windows)
+class _HeldOut:
+    """The loss on the held-out windows; batches of the training's size through its buffers, recorded like its steps."""
+
+    def __init__(
+        self, loss_of: Loss, ids: Tensor, wanted: Tensor, windows: Tensor, targets: Tensor, recorded: bool
+    ) -> None:
+        self.loss_of, self.ids, self.wanted, self.windows, self.targets = loss_of, ids, wanted, windows, targets
+        self.records = recorded
+        self.run: Callable[[], Tensor] | None = None
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Mean over the windows, as the parameters are now."""
+        size = len(self.ids)
+        parts = zip(self.windows.split(size), self.targets.split(size), strict=True)
+        return sum(float(self._loss_of(*part)) * len(part[0]) for part in parts) / len(self.windows)
+
+    def _loss_of(self, ids: Tensor, wanted: Tensor) -> Tensor:
+        if len(ids) < len(self.ids):
+            return self.loss_of(ids.to(self.ids.device), wanted.to(self.ids.device))
+        self.ids.copy_(ids)
+        self.wanted.copy_(wanted)
+        if self.records:
+            self.records, self.run = False, _recorded(self._forward)
+        return (self.run or self._forward)()
+
+    def _forward(self) -> Tensor:
+        return self.loss_of(self.ids, self.wanted)
 
 
 @contextmanager
@@ -147,16 +175,19 @@ def frozen(model: nn.Module) -> Iterator[None]:
             parameter.requires_grad_(True)
 
 
-def _recorded(step: Callable[[], Tensor], optimizer: torch.optim.Optimizer) -> Callable[[], Tensor] | None:
-    """The step as a CUDA graph; None, with a warning, when it cannot be recorded."""
+def _recorded(step: Callable[[], Tensor], prepare: Callable[[], None] = lambda: None) -> Callable[[], Tensor] | None:
+    """The step as a CUDA graph; None, with a warning, when it cannot be recorded.
+
+    It is tried first, at a learning rate of zero, which allocates what a graph may not; ``prepare`` precedes each time.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(_EAGER_STEPS):  # at a learning rate of zero: allocates what a graph may not
-            optimizer.zero_grad(set_to_none=True)
+        for _ in range(_EAGER_STEPS):
+            prepare()
             step()
     torch.cuda.current_stream().wait_stream(side)
-    optimizer.zero_grad(set_to_none=True)
+    prepare()
     graph = torch.cuda.CUDAGraph()
     try:
         with recording(graph):

@@ -111,22 +111,23 @@ def layers_of(modules: list[Any]) -> list[QuantLinear]:
 
 
 def test_a_budget_beats_equal_bits(tiny_model: Callable[..., Any]) -> None:
-    """One layer's output is made ten times as important; the same average bits then cost less elsewhere."""
-    model = tiny_model("llama", num_hidden_layers=3)
-    with torch.no_grad():
-        model.model.layers[1].mlp.down_proj.weight.mul_(6)
-    rotate_model(model, progress=False)
+    """One layer's output is made six times as large; the same bits on average then cost less elsewhere."""
     ids = torch.randint(3, 128, (8, 32), generator=torch.Generator().manual_seed(9))
-    with torch.no_grad():
-        target = F.log_softmax(model(ids).logits, -1)
 
-    def divergence(**fields: Any) -> float:
-        quantized = quantize_model(copy.deepcopy(model), w_method="rtn", **FIELDS, **fields)
+    def divergence(seed: int, **fields: Any) -> float:
+        model = tiny_model("llama", num_hidden_layers=3, seed=seed)
         with torch.no_grad():
-            own = F.log_softmax(quantized(ids).logits, -1)
+            model.model.layers[1].mlp.down_proj.weight.mul_(6)
+            target = F.log_softmax(model(ids).logits, -1)
+            rotate_model(model, progress=False)
+            quantize_model(model, w_method="rtn", **FIELDS, **fields)
+            own = F.log_softmax(model(ids).logits, -1)
         return (target.exp() * (target - own)).sum(-1).mean().item()
 
-    assert divergence(w_bits_budget=4.0) < 0.8 * divergence(w_bits=4)
+    budget, equal = (
+        sum(divergence(seed, **fields) for seed in range(3)) for fields in ({"w_bits_budget": 4.0}, {"w_bits": 4})
+    )
+    assert budget < 0.85 * equal
 
 
 def test_fixed_bits_stay_and_do_not_count(tiny_model: Callable[..., Any]) -> None:
