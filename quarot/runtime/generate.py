@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quarot.memory import out_of_memory
 from quarot.nn.page_table import StaticTable, Step
+from quarot.nn.partial_attention import TILE
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.runtime.decode_graph import DecodeGraph, addresses, enabled
 from quarot.runtime.fused_decoder import FusedDecoder
@@ -139,6 +140,8 @@ class Session:
         if mask is not None and bool(mask.all()):
             mask = None
         columns = max(1, chunk // ids.shape[0])
+        if columns > TILE:
+            columns -= columns % TILE
         if mask is None:
             positions = torch.arange(ids.shape[1], device=ids.device)[None]
         else:

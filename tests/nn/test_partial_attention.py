@@ -90,6 +90,70 @@ def test_kernels_that_pytorch_would_not_take_are_not_taken(choice, monkeypatch):
     assert partial_attention._unmasked(*inputs(), SCALE, False) is None
 
 
+@pytest.fixture
+def cudnn(monkeypatch):
+    """cuDNN as if it were there and PyTorch chose it: plain products, and the sizes it was called with."""
+    sizes = set()
+
+    def run(query, key, value, bias, scale, causal=False):
+        count = query.shape[2]
+        query = partial_attention._longer(query, partial_attention.rounded(count))
+        assert key.shape == value.shape
+        if bias is not None:
+            assert bias.shape[-1] == key.shape[2] and bias.shape[-2] in (1, query.shape[2])
+        sizes.add((query.shape[2], key.shape[2], None if bias is None else bias.shape[-2] > 1))
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril() if causal else None
+        score = (query @ key.transpose(2, 3) * scale).double()
+        score = score if bias is None else score + bias
+        score = score if mask is None else score.masked_fill(~mask, -math.inf)
+        out = (torch.softmax(score, -1).to(value.dtype) @ value)[:, :, :count]
+        return Partial(out, torch.logsumexp(score, -1)[:, :, :count] / math.log(2))
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *a, **k: SDPBackend.CUDNN_ATTENTION.value)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)
+    monkeypatch.setattr(partial_attention, "_cudnn", run)
+    return sizes
+
+
+@pytest.mark.parametrize("kind", ["causal", "mask", "keys", "nothing for some"])
+def test_cudnn_sees_few_different_sizes(kind, cudnn):
+    """It plans each anew, which takes longer than computing; what is added to round them up changes nothing."""
+    for count in (130, 131, 200, 255, 256):
+        length = count if kind == "causal" else 2 * count
+        query, key, value = inputs(keys=length, queries=count, kv_heads=6, dtype=torch.float64)
+        generator = torch.Generator().manual_seed(0)
+        visible = {
+            "mask": torch.rand(2, 1, count, length, generator=generator) > 0.5,
+            "keys": torch.rand(2, 1, 1, length, generator=generator) > 0.5,
+            "nothing for some": (torch.arange(count) % 2 == 0)[None, None, :, None].expand(2, 1, count, length),
+            "causal": torch.ones(count, count, dtype=torch.bool).tril(),
+        }[kind]
+        if kind == "causal":
+            out, lse = partial_attention._unmasked(query, key, value, SCALE, True)
+        else:
+            out, lse = partial_attention._biased(query, key, value, SCALE, visible)
+        expected, expected_lse = dense(query, key, value, visible)
+        seen = ~expected_lse.isneginf()
+        torch.testing.assert_close(out[seen], expected[seen])
+        torch.testing.assert_close(lse[seen], expected_lse[seen])
+        assert out.isfinite().all() and (lse[~seen] < -1e4).all()
+    assert len(cudnn) <= 2
+
+
+def test_sizes_are_rounded_up_by_an_eighth_at_most():
+    sizes = [partial_attention.rounded(length) for length in range(1, 20000)]
+    assert sizes == sorted(sizes) and len(set(sizes)) < 60
+    assert all(length <= size < max(1.125 * length, length + 128) for length, size in enumerate(sizes, 1))
+    assert all(size % 128 == 0 for size in sizes)
+
+
+def test_keys_that_are_added_are_zero():
+    x = torch.full((2, 3, 5, 4), torch.nan)
+    every = partial_attention._every_head(x, 6, 8)
+    assert every.shape == (2, 6, 8, 4)
+    assert every[:, :, :5].isnan().all() and (every[:, :, 5:] == 0).all()
+
+
 class FakeFlashInfer:
     """Behaves as flashinfer's ragged wrapper does, on any device."""
 
