@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quarot
 from quarot.evaluation import perplexity
-from quarot.evaluation.sharing import retarget, weights_key
+from quarot.evaluation.sharing import retarget, shareable, shares_weights, weights_key
 from quarot.ops.registry import extension, forces_reference
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "accuracy-smollm2.json"
@@ -77,7 +77,7 @@ def key_of(name: str, seed: int, options: argparse.Namespace) -> str:
 
 
 def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any) -> Any:
-    """The model at one setting."""
+    """The model with the weights of one setting; one that shares them is still to be retargeted."""
     setting = SETTINGS[name]
 
     def load() -> Any:
@@ -92,7 +92,7 @@ def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any)
         quarot.rotate_model(model, seed=rotation_seed, progress=False, **setting.rotate)
     if (fields := fields_of(name, seed, options)) is not None:
         text = Path(options.calibration)
-        quarot.quantize_model(model, tokenizer=tokenizer, calibration=text, progress=False, **fields)
+        quarot.quantize_model(model, tokenizer=tokenizer, calibration=text, progress=False, **shareable(fields))
     return model
 
 
@@ -209,7 +209,7 @@ def main() -> int:
         start, key, fields = time.time(), key_of(name, seed, options), fields_of(name, seed, options)
         if key != kept[0]:
             kept = (key, quantized(name, seed, options, tokenizer))
-        elif fields is not None:
+        if fields is not None and shares_weights(fields):
             retarget(kept[1], fields)
         model = kept[1]
         prepared = time.time() - start

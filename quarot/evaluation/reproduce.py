@@ -23,7 +23,7 @@ from quarot.evaluation.half_hadamard import half_hadamard
 from quarot.evaluation.paper import Experiment, Table
 from quarot.evaluation.perplexity import check_at_least_1, check_sizes, encode, perplexity
 from quarot.evaluation.residual_stream import residual_bits
-from quarot.evaluation.sharing import retarget, run_time_of, shares_weights, weights_key, weights_of
+from quarot.evaluation.sharing import retarget, run_time_of, shareable, shares_weights, weights_key
 from quarot.progress import progress_bar
 
 Row = dict[str, Any]
@@ -166,13 +166,11 @@ class Reproduction:
             if experiment.rotate is not None:
                 quarot.rotate_model(model, seed=seed, progress=self.progress, **experiment.rotate)
             if fields is not None:
-                # Integer layers throughout, also where weights or activations are not rounded: fields can then change.
-                first = {**weights_of(fields), "a_bits": 4} if shares_weights(fields) else fields
                 quarot.quantize_model(
                     model,
                     calibration=self.calibration,
                     progress=self.progress,
-                    **{**self.sizes, "seed": seed, **first},
+                    **{**self.sizes, "seed": seed, **shareable(fields)},
                 )
             self._kept = (key, model)
         if fields is not None and shares_weights(fields):

@@ -35,6 +35,11 @@ def weights_of(quantize: dict[str, Any]) -> dict[str, Any]:
     return {"w_bits": 16, "w_method": "rtn"} if kept.get("w_bits") == 16 else kept
 
 
+def shareable(quantize: dict[str, Any]) -> dict[str, Any]:
+    """What to quantise a model with so that `retarget` can follow: integer layers also where none would be needed."""
+    return {**weights_of(quantize), "a_bits": 4} if shares_weights(quantize) else dict(quantize)
+
+
 def weights_key(rotate: dict[str, Any] | None, quantize: dict[str, Any] | None, seed: int) -> str:
     """Equal for models with equal weights, whether fields are given or left at their defaults."""
     fields = None if quantize is None else weights_of(quantize)
@@ -53,7 +58,8 @@ def retarget(model: Any, quantize: dict[str, Any]) -> None:
     """Give a quantised model the run-time fields of another setting with the same weights, in place.
 
     Raises:
-        ValueError: activation groups that do not fit a layer, with its name; the model is unchanged.
+        ValueError: activation groups that do not fit a layer, with its name, or activations to round without an integer
+            layer to do it; the model is unchanged.
     """
     from quarot.integrations.transformers import attach
     from quarot.nn.quant_linear import QuantLinear
@@ -61,6 +67,8 @@ def retarget(model: Any, quantize: dict[str, Any]) -> None:
 
     config = model.config.quantization_config.replace(**run_time_of(quantize))
     layers = [(name, module) for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+    if config.a_bits < 16 and not layers:
+        raise ValueError(f"no layer of this model can round to a_bits={config.a_bits}: quantise it with shareable(...)")
     for name, module in layers:
         check_fits(name, module.in_features, config.for_module(name))
     for name, module in layers:

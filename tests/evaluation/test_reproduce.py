@@ -10,7 +10,7 @@ from quarot.evaluation import reproduce
 from quarot.evaluation.paper import TABLES, TASKS, Experiment, Table, paper_model
 from quarot.evaluation.reproduce import Reproduction
 from quarot.evaluation.reproduced_table import markdown
-from quarot.evaluation.sharing import retarget, weights_key
+from quarot.evaluation.sharing import retarget, shareable, weights_key
 from quarot.quantization.presets import with_preset
 
 
@@ -189,6 +189,28 @@ def test_groups_that_do_not_fit_leave_the_model_as_it_was(tiny_model):
     with pytest.raises(ValueError, match="activation groups of 50"):
         retarget(model, {"a_group_size": 50})
     assert torch.equal(model(ids).logits, before)
+
+
+def test_activations_are_rounded_behind_a_setting_that_rounds_no_layer(tiny_model):
+    cache_only, activations = {"w_bits": 16, "a_bits": 16, "k_bits": 4}, {"w_bits": 16, "a_bits": 4, "k_bits": 16}
+    ids = torch.tensor([[5, 9, 11, 3, 8]])
+    found = []
+    for first in (cache_only, activations):
+        model = tiny_model("llama")
+        quarot.rotate_model(model, progress=False)
+        quarot.quantize_model(model, progress=False, **shareable(first))
+        retarget(model, first)
+        if first is cache_only:
+            exact = model(ids).logits
+        retarget(model, activations)
+        found.append(model(ids).logits)
+    assert torch.equal(*found)
+    assert not torch.allclose(found[0], exact, rtol=0.01)
+
+    model = tiny_model("llama")
+    quarot.quantize_model(model, progress=False, **cache_only)
+    with pytest.raises(ValueError, match="no layer of this model can round to a_bits=4"):
+        retarget(model, activations)
 
 
 def test_a_setting_of_several_tables_is_measured_once(tiny_model, tmp_path, monkeypatch):
