@@ -33,6 +33,7 @@ def _bits(w: int, a: int, k: int, v: int | None = None, **fields: Any) -> dict[s
 
 _RTN: dict[str, Any] = {"w_method": "rtn"}
 _BEST: dict[str, Any] = {"preset": "best"}
+_LAYERWISE: dict[str, Any] = {"preset": "layerwise"}
 _DEFAULT: dict[str, Any] = {}
 _NONE: dict[str, Any] = {"o_proj_online": "none"}
 _ORTHOGONAL: dict[str, Any] = {"r1": "orthogonal"}
@@ -60,11 +61,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "gptq_quantized_inputs": True,
         "gptq_relative_error": True,
     },
-    "asymmetric-relative_error": {
-        "gptq_quantized_inputs": True,
-        "gptq_asymmetric": True,
-        "gptq_relative_error": True,
-    },
     "w_bits_budget": {"w_bits_budget": 4.0},
     "kv_bits_budget": {"kv_bits_budget": 4.0},
     "rotation": {"gptq_quantized_inputs": True, "rotation_steps": 200, "tune_batch_size": 4},
@@ -90,8 +86,11 @@ SETTINGS: dict[str, Setting] = {
     "w8a8kv8-rtn": Setting("six and eight bits", _DEFAULT, _bits(8, 8, 8, **_RTN)),
     "kv4": Setting("cache only", _DEFAULT, _bits(16, 16, 4)),
     "best": Setting("best", _DEFAULT, _bits(4, 4, 4, **_BEST), seeds=3),
-    "best-w4a8kv4": Setting("best", _DEFAULT, _bits(4, 8, 4, **_BEST)),
-    "best-w4a16": Setting("best", _DEFAULT, _bits(4, 16, 16, **_BEST)),
+    "best-w4a8kv4": Setting("best", _DEFAULT, _bits(4, 8, 4, **_BEST), seeds=3),
+    "best-w4a16": Setting("best", _DEFAULT, _bits(4, 16, 16, **_BEST), seeds=3),
+    "layerwise": Setting("layerwise", _DEFAULT, _bits(4, 4, 4, **_LAYERWISE), seeds=3),
+    "layerwise-w4a8kv4": Setting("layerwise", _DEFAULT, _bits(4, 8, 4, **_LAYERWISE), seeds=3),
+    "layerwise-w4a16": Setting("layerwise", _DEFAULT, _bits(4, 16, 16, **_LAYERWISE), seeds=3),
     "w4a4kv4-gptq-o_none": Setting("agreement", _NONE, _bits(4, 4, 4), seeds=3),
     "w4a8kv4-gptq-o_none": Setting("agreement", _NONE, _bits(4, 8, 4)),
     "w4a16-gptq-o_none": Setting("agreement", _NONE, _bits(4, 16, 16)),

@@ -36,7 +36,7 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-bits", type=int, metavar="N", help="bits of keys and values alike")
     group.add_argument("--method", choices=("gptq", "rtn"), help="weights: GPTQ (calibrated), or round to nearest")
     group.add_argument("--group-size", type=int, metavar="N", help="inputs that share a weight scale (default: all)")
-    group.add_argument("--preset", metavar="NAME", help="paper (default), or best: better at the same run time, slower")
+    group.add_argument("--preset", metavar="NAME", help="paper (default), layerwise, or best: slower to make")
     group.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="any field of QuarotConfig, the value as JSON"
     )

@@ -9,6 +9,12 @@ from quarot.config import QuarotConfig
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {},
+    "layerwise": {
+        "gptq_quantized_inputs": True,
+        "gptq_act_order": True,
+        "gptq_relative_error": True,
+        "a_clip_search": True,
+    },
     "best": {
         "gptq_quantized_inputs": True,
         "rotation_steps": 200,
@@ -17,16 +23,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "tune_batch_size": 4,
     },
 }
-"""``paper``: the defaults. ``best``: the options that cost nothing at run time and help; they cost calibration time.
+"""``paper``: the defaults. The others cost calibration time and nothing at run time. ``layerwise``: what helps with one
+decoder layer at a time at work, so for models of any size. ``best``: training of the whole model on one device.
 
-Left out of ``best``: targets that correct the error made upstream (``gptq_asymmetric``) fitted the calibration text and
-cost on another text; clip ratios need no search where they are learned. Figures: docs/accuracy.md.
+Left out of ``best``: targets that correct the error made upstream (``gptq_asymmetric``) gain nothing where codes are
+trained afterwards; clip ratios need no search where they are learned. Figures: docs/accuracy.md.
 """
 
 _GENTLE: dict[str, dict[str, Any]] = {
+    "layerwise": {"a_clip_search": False, "gptq_asymmetric": True},
     "best": {"rotation_steps": 60, "tune_steps": 100, "tune_learning_rate": 0.001},
 }
-"""Instead, where activations keep 8 bits or more: there is less to win back, and less to lose on other texts."""
+"""Instead, where activations keep 8 bits or more: there is less to win back, and less to lose on other texts. The error
+made upstream is small enough then to be corrected; at 4 bits that fits the calibration text only."""
 
 
 def with_preset(config: QuarotConfig | None, name: str | None, fields: Mapping[str, Any]) -> QuarotConfig:

@@ -48,7 +48,7 @@ def quantize_model(
     Args:
         model: a transformers model of a supported family, normally after :func:`quarot.rotate_model`.
         config: settings; ``fields`` override single ones of it (``quantize_model(model, w_bits=8, a_bits=8)``).
-        preset: ``"best"`` switches on what lowers the error without any cost at run time
+        preset: ``"best"`` or ``"layerwise"`` switches on what lowers the error without any cost at run time
             (:data:`quarot.quantization.presets.PRESETS`); ``fields`` come after it.
         tokenizer: for calibration text.
         calibration: text, texts, a path, a ``datasets`` dataset, or token ids

@@ -178,6 +178,19 @@ def test_a_preset_is_a_start_that_options_override(model_folder, tmp_path):
     assert gentle.gptq_quantized_inputs
 
 
+def test_the_layerwise_preset_asks_for_nothing_that_cannot_be_streamed(model_folder, tmp_path):
+    from quarot.cli import build_parser, recipe
+    from quarot.streaming.quantize_checkpoint import _check_streamable
+
+    arguments = ["quantize", str(model_folder), "--out", str(tmp_path / "out"), "--preset", "layerwise"]
+    for bits in ("4", "8", "16"):
+        config = recipe.config_of(build_parser().parse_args([*arguments, "--a-bits", bits]))
+        _check_streamable(config)
+        assert config.gptq_act_order
+        assert config.gptq_asymmetric == (bits != "4")
+        assert config.a_clip_search == (bits == "4")
+
+
 def test_reproduce_writes_rows_and_a_table(model_folder, text_file, tmp_path, monkeypatch, capsys):
     from quarot.evaluation import paper
 
