@@ -40,12 +40,13 @@ def tables(model: str, rows: list[Row]) -> str:
 
 
 def _stamps(rows: list[Row]) -> str:
-    def named(key: str) -> str:
-        return ", ".join(sorted({str(row[key]) for row in rows if row.get(key) is not None}))
+    def named(key: str, length: int | None = None) -> str:
+        return ", ".join(sorted({str(row[key])[:length] for row in rows if row.get(key) is not None}))
 
+    commits = named("commit", 7)
     calibration = f"calibrated on {named('samples')} windows of {named('length')} tokens"
     limit = f"; first {named('limit')} questions of each task" if named("limit") else ""
-    return f"{named('device')}, commit {named('commit')[:7]}; {calibration}{limit}."
+    return f"{named('device')}, commit{'s' * (', ' in commits)} {commits}; {calibration}{limit}."
 
 
 def main() -> int:

@@ -100,11 +100,14 @@ _SHOWN = {
     "w6a6kv8-rtn": "W6A6KV8, round to nearest",
     "kv4": "KV cache alone at 4 bits",
     "w4a16-gptq": "W4A16, GPTQ",
+    "layerwise-w4a16": 'W4A16, `preset="layerwise"`',
     "best-w4a16": '**W4A16, `preset="best"`**',
     "w4a8kv4-gptq": "W4A8KV4, GPTQ",
+    "layerwise-w4a8kv4": 'W4A8KV4, `preset="layerwise"`',
     "best-w4a8kv4": '**W4A8KV4, `preset="best"`**',
     "w4a4kv4-rtn": "W4A4KV4, round to nearest",
     "w4a4kv4-gptq": "W4A4KV4, GPTQ (the paper's recipe)",
+    "layerwise": 'W4A4KV4, `preset="layerwise"`',
     "best": '**W4A4KV4, `preset="best"`**',
 }
 

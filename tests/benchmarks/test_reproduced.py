@@ -27,4 +27,6 @@ def test_tables_say_what_they_were_measured_on() -> None:
     assert "| k4v4 | 5.5 | 1 |  | 20 | 5.51 |" in shown
     assert "| k3v3 | skipped: too small |" in shown
     assert "a GPU, commit 0123456; calibrated on 32 windows of 2048 tokens." in shown
+    both = tables("smollm2", [_row("k4v4", 5.5), _row("k3v3", 6.5, commit="abcdef012345")])
+    assert "a GPU, commits 0123456, abcdef0; calibrated" in both
     assert tables("smollm2", []) == "No measurements yet."
