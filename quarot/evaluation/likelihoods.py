@@ -1,6 +1,7 @@
-"""Log-likelihoods of continuations, batch by batch, as lm-eval's ``HFLM`` defines them and an order faster on a GPU.
+"""Log-likelihoods of continuations, batch by batch, as lm-eval's ``HFLM`` defines them.
 
-``HFLM`` waits for the device several times a request, which is most of its time with small models.
+``HFLM`` waits for the device several times a request. Here a batch is waited for once: SmolLM2 on an H200 that seven
+other processes shared answered 300 requests a second, and 25 to 45 through ``HFLM``.
 """
 
 from __future__ import annotations
