@@ -15,8 +15,8 @@ from quarot.ops.workspace import zeroed_counters
 INT4_TILES, INT8_ROWS = 0, 1
 """Weight formats, as in ``csrc/gemm/skinny.h``."""
 
-_OUT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
-_MAX_K = 131040
+OUT_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+MAX_K = 131040
 """Largest multiple of 32 whose sums of (16 * -8) * -128 stay below 2^31."""
 _MAX_GROUP = 8192
 """Longest scale group whose activations of 8 tokens fit in the shared memory of every supported GPU."""
@@ -28,10 +28,10 @@ _bias32: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def unavailable(codes: torch.Tensor, weight_scale: torch.Tensor, k: int, out_dtype: torch.dtype) -> str | None:
     """Why the kernels cannot serve a GEMM of padded width ``k`` (None when they can)."""
-    if out_dtype not in _OUT_TYPES:
+    if out_dtype not in OUT_TYPES:
         return f"out_dtype {out_dtype} is not float16, bfloat16 or float32"
-    if k > _MAX_K:
-        return f"K={k} may overflow the int32 accumulator (at most {_MAX_K})"
+    if k > MAX_K:
+        return f"K={k} may overflow the int32 accumulator (at most {MAX_K})"
     if weight_scale.ndim == 2:
         group = k // weight_scale.shape[1]
         if group * weight_scale.shape[1] != k or group % 32 or group > _MAX_GROUP:
@@ -168,7 +168,7 @@ def launch(
         kernel_n = -(-n // 8) * 8
         weight_scale = torch.nn.functional.pad(weight_scale, (0, kernel_n - n))
         bias = None if bias is None else torch.nn.functional.pad(bias, (0, kernel_n - n))
-    size = (m, kernel_n, k, stored.shape[1], groups, _OUT_TYPES[out_dtype], weight_format, packed)
+    size = (m, kernel_n, k, stored.shape[1], groups, OUT_TYPES[out_dtype], weight_format, packed)
     workspace, workspace_bytes, counters, stream = None, 0, None, registry.stream(codes)
     if packed or m > _WIDE_TOKENS or tactic:
         workspace_bytes, count = _scratch(codes.device.index, *size, tactic=tuple(tactic))
