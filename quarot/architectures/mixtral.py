@@ -6,6 +6,10 @@ MIXTRAL = Architecture(
     family="mixtral",
     model_class="MixtralForCausalLM",
     experts=Experts(
-        module="mlp.experts", router="mlp.gate", stored_block="block_sparse_moe", stored=("w1", "w3", "w2")
+        module="mlp.experts",
+        router="mlp.gate",
+        stored_block="block_sparse_moe",
+        stored=("w1", "w3", "w2"),
+        float32_weights=True,
     ),
 )

@@ -39,6 +39,7 @@ class Experts:
         down: parameter of ``module``, [experts, hidden, intermediate].
         stored_block: what checkpoints call the MLP of a decoder layer.
         stored: what they call the gate, up and down projections of an expert, which they keep one by one.
+        float32_weights: whether the router leaves the weights of a token's experts in float32.
     """
 
     module: str
@@ -47,6 +48,7 @@ class Experts:
     down: str = "down_proj"
     stored_block: str = "mlp"
     stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    float32_weights: bool = False
 
 
 def _separate(prefix: str, *parts: str) -> tuple[Projection, ...]:

@@ -45,7 +45,7 @@ class QuantLinear(nn.Module):
     """
 
     joint: Any = None
-    """The tensors that this layer's are views of (:class:`quarot.runtime.linear_group.Joint`). It belongs to the layer
+    """The tensors that this layer's are views of (:class:`quarot.nn.joint.Joint`). It belongs to the layer
     and is let go as soon as a parameter moves, so that the memory is free at once and not at the next forward."""
 
     def __init__(

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
+from quarot.nn.expert_stack import ExpertStack
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
@@ -31,11 +32,11 @@ from quarot.runtime.linear_group import LinearGroup
 
 logger = logging.getLogger("quarot")
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
-"""Families whose layers are exactly norm, attention, add, norm, SiLU-gated MLP, add."""
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3")
+"""Families whose layers are exactly norm, attention, add, norm, SiLU-gated MLP (or experts that are such), add."""
 
 _RECORDER = "transformers.utils.output_capturing"
-_RECORDING = ("output_hidden_states", "output_attentions")
+_RECORDING = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
 def install(model: Any) -> str | None:
@@ -124,6 +125,7 @@ class FusedDecoder:
         layers = [layer for _, layer in decoder_layers(model)]
         heads = (sizes.heads, sizes.kv_heads)
         self.layers = [FusedLayer(layer, architecture, self.config, heads) for layer in layers]
+        self.output = BaseModelOutputWithPast if architecture.experts is None else MoeModelOutputWithPast
         self.session: Any = None  # of quarot.runtime.generate
         self._inner = [module for layer in layers for module in layer.modules()]
 
@@ -146,8 +148,8 @@ class FusedDecoder:
         """Of every linear layer."""
         return [member._parameters for group in self._groups() for member in group.members]  # type: ignore[misc]
 
-    def _groups(self) -> Iterator[LinearGroup]:
-        return (group for layer in self.layers for group in (layer.qkv, layer.o, layer.gate_up, layer.down))
+    def _groups(self) -> Iterator[LinearGroup | ExpertStack]:
+        return (group for layer in self.layers for group in layer.groups())
 
     def obstacle(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why this call must go through the model's own layers (None when it need not)."""
@@ -178,7 +180,7 @@ class FusedDecoder:
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> BaseModelOutputWithPast | MoeModelOutputWithPast:
         """As the decoder's own forward."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -203,7 +205,7 @@ class FusedDecoder:
                 out = step.run(self, hidden, position_ids)
             else:
                 out = self._attend_through_model(hidden, position_ids, attention_mask, past_key_values, kwargs)
-        return BaseModelOutputWithPast(last_hidden_state=out, past_key_values=past_key_values if use_cache else None)
+        return self.output(last_hidden_state=out, past_key_values=past_key_values if use_cache else None)
 
     def join(self) -> None:
         """Put the weights where forwards will look for them, which the first forward does otherwise."""

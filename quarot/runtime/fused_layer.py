@@ -15,7 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from quarot.architectures import Architecture, has_submodule
+from quarot.nn.expert_stack import ExpertStack
 from quarot.ops.rope import rope
+from quarot.runtime.fused_experts import FusedExperts
+from quarot.runtime.fused_mlp import FusedMlp
 from quarot.runtime.linear_group import LinearGroup
 
 MLP_TOKENS = 16384
@@ -39,8 +42,7 @@ class FusedLayer:
         self.mlp_norm = layer.get_submodule(architecture.mlp_norm)
         self.qkv = _group(layer, [p.path for p in architecture.attn_in])
         self.o = _group(layer, [architecture.attn_out.path])
-        self.gate_up = _group(layer, [p.path for p in architecture.mlp_in])
-        self.down = _group(layer, [architecture.mlp_out.path])
+        self.mlp = _mlp(layer, architecture)
         self.heads, self.kv_heads = num_heads
         self.head_dim = self.o.first.in_features // self.heads
         self.scaling = float(self.attention.scaling)  # type: ignore[arg-type]
@@ -57,6 +59,10 @@ class FusedLayer:
             if bool((norm.weight != 1).any()):  # type: ignore[operator]
                 raise NotImplementedError("an RMSNorm gain is not folded; call rotate_model before quantize_model")
 
+    def groups(self) -> tuple[LinearGroup | ExpertStack, ...]:
+        """All joined linear layers."""
+        return self.qkv, self.o, *self.mlp.groups()
+
     def forward(self, residual: Tensor, delta: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
         """[M, hidden] residual stream, and what is still to be added to it, through the layer."""
         residual, qkv = self._norm_project(residual, delta, self.attn_norm, self.qkv)
@@ -72,8 +78,8 @@ class FusedLayer:
         return total, delta
 
     def _mlp(self, residual: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        residual, gate_up = self._norm_project(residual, delta, self.mlp_norm, self.gate_up)
-        return residual, self.down.after_gate(gate_up)
+        out, total = self.mlp.after_norm(delta, residual, norm_eps(self.mlp_norm))
+        return total, out
 
     def rotate_positions(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE (after the head norms, where the family has them) on the queries and keys in qkv, in place."""
@@ -104,6 +110,13 @@ class FusedLayer:
         x, other = (residual, None) if delta is None else (delta, residual)
         out, total = linear.after_norm(x, other, norm_eps(norm))
         return total, out
+
+
+def _mlp(layer: nn.Module, architecture: Architecture) -> FusedMlp | FusedExperts:
+    if architecture.experts is not None and has_submodule(layer, architecture.experts.module):
+        return FusedExperts(layer, architecture.experts)
+    down = _group(layer, [architecture.mlp_out.path])
+    return FusedMlp(_group(layer, [p.path for p in architecture.mlp_in]), down)
 
 
 def _group(layer: nn.Module, paths: list[str]) -> LinearGroup:

@@ -7,11 +7,11 @@ Concatenating their rows costs no memory: the parameters of the member layers be
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from quarot.nn.joint import joined
 from quarot.nn.quant_linear import QuantLinear
 from quarot.ops import add_rms_norm_gemm_w4a4 as norm_gemm
 from quarot.ops import hadamard_gemm_w4a4 as hadamard_gemm
@@ -23,15 +23,6 @@ from quarot.ops.gemm_w8a8 import gemm_w8a8
 from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
 
 _ROWS_PER_STRIP = 16  # rows of an int4 tile: members must end on a strip, or the next one would start inside it
-
-
-class Joint(NamedTuple):
-    """The tensors of a group's members, one below the other, and where each member's part was when they were made."""
-
-    qweight: torch.Tensor
-    scale: torch.Tensor
-    bias: torch.Tensor | None
-    addresses: tuple[int, ...]
 
 
 class LinearGroup:
@@ -64,12 +55,7 @@ class LinearGroup:
 
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Joint codes, scales and bias; joined again when a member was moved or reloaded since."""
-        joint: Joint | None = self.first.joint
-        if joint is None or any(m.joint is not joint for m in self.members) or joint.addresses != self._now():
-            joint = Joint(*self._join(), self._now())
-            for m in self.members:
-                m.joint = joint
-        return joint[:3]
+        return joined(self.members)[:3]
 
     def __call__(self, codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[M, out_features] in ``dtype`` from codes [M, Kp] and fp32 row scales [M]."""
@@ -116,25 +102,3 @@ class LinearGroup:
     def _few(self, x: torch.Tensor) -> bool:
         """Whether rows are so few that the GEMM had better make its codes itself (where it can)."""
         return x.shape[0] <= ROWS and x.is_cuda and self.first.w_bits == 4 and not self.first._packs_activations(x)
-
-    def _now(self) -> tuple[int, ...]:
-        return tuple(m._parameters["qweight"].data_ptr() for m in self.members)  # type: ignore[union-attr]
-
-    def _join(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        if len(self.members) == 1:
-            m = self.first
-            return m.qweight.data, m.weight_scale.data, None if m.bias is None else m.bias.data
-        qweight = torch.cat([m.qweight.data for m in self.members])
-        scale = torch.cat([m.weight_scale.data for m in self.members])
-        bias = None
-        if any(m.bias is not None for m in self.members):
-            kind = next(m.bias for m in self.members if m.bias is not None)
-            bias = torch.cat([kind.new_zeros(m.out_features) if m.bias is None else m.bias.data for m in self.members])
-        strip = row = 0
-        for m in self.members:
-            m.qweight.data = qweight[strip : strip + m.qweight.shape[0]]
-            m.weight_scale.data = scale[row : row + m.out_features]
-            if m.bias is not None and bias is not None:
-                m.bias.data = bias[row : row + m.out_features]
-            strip, row = strip + m.qweight.shape[0], row + m.out_features
-        return qweight, scale, bias

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+import quarot
 from quarot.nn.expert_list import ExpertList
+from quarot.ops.expert_sum import expert_sum
 from quarot.quantization.quantize_model import quantize_model
 from quarot.rotation.rotate import rotate_model
 
@@ -76,6 +80,38 @@ def test_only_experts_with_tokens_run(tiny_model: Callable[..., Any]) -> None:
     x, _, share = _routed(5, 4, 2)
     index = torch.tensor([[0, 2]]).expand(5, 2)
     expected = lists[0](x, index, share)
-    lists[0].gate_up[1] = lists[0].down[3] = None  # a call would fail
-    lists[0].gate_up[3] = lists[0].down[1] = None
+    for idle in (1, 3):
+        lists[0].gate_up[idle].forward_codes = lists[0].down[idle].forward_codes = None  # a call would fail
     assert torch.equal(lists[0](x, index, share), expected)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 300])
+def test_joined_experts_are_the_loop(tokens: int, moe_family: str, tiny_model: Callable[..., Any]) -> None:
+    """And their parameters, views now, are what they were; a copy joins nothing of the original."""
+    _, lists = _quantized(moe_family, tiny_model)
+    experts, (x, index, share) = lists[0], _routed(tokens, 4, 2)
+    expected, stored = experts(x, index, share), {n: t.clone() for n, t in experts.state_dict().items()}
+    assert not any(m.joint for m in experts.down)  # only a GPU reads them joined
+    for one in (experts, copy.deepcopy(experts)):
+        codes = one.gate_up[0].quantize_input(x)
+        assert torch.equal(expert_sum(one._run_stacked(*codes, index, x.dtype), share), expected)
+        assert one.stacks[0].tensors()[0].data_ptr() == one.gate_up[0].qweight.data_ptr()
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, stored[name]), name
+    assert one.gate_up[0].qweight.data_ptr() != experts.gate_up[0].qweight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"w_symmetric": False}, "no GEMM for many experts with .*asym"),
+        ({"w_bits": 8}, "no GEMM for many experts with .*w8"),
+        ({"w_group_size": 32}, "groups of 32"),
+        ({"a_bits": 16}, "do not share quantisers"),
+    ],
+)
+def test_what_cannot_be_joined_says_so(fields: dict[str, Any], reason: str, tiny_model: Callable[..., Any]) -> None:
+    model, lists = _quantized("mixtral", tiny_model, **fields)
+    assert re.search(reason, lists[0].obstacle() or "")
+    with pytest.raises(NotImplementedError, match=r"fused decoder path"):
+        quarot.generate(model, torch.tensor([[5, 9]]), max_new_tokens=1)

@@ -10,6 +10,7 @@ import torch
 from transformers import TextStreamer
 
 import quarot
+from quarot.runtime import fused_decoder
 from quarot.runtime.sampling import Sampling
 
 
@@ -30,6 +31,19 @@ def test_greedy_equals_transformers(model, token_ids):
             token_ids, attention_mask=given, max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
         )
         assert torch.equal(ours, theirs)
+
+
+def test_a_mixture_of_experts(tiny_model, moe_family, token_ids):
+    """Tokens of the fused step and of the model's own layers."""
+    model = tiny_model(moe_family)
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", progress=False)
+    ours = quarot.generate(model, token_ids, max_new_tokens=10, eos_token_id=())
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    mask = torch.ones_like(token_ids)
+    assert torch.equal(ours, model.generate(token_ids, attention_mask=mask, **options))
+    fused_decoder.uninstall(model)
+    assert torch.equal(ours, model.generate(token_ids, attention_mask=mask, **options))
 
 
 def test_a_row_equals_the_row_alone(model, token_ids):

@@ -27,7 +27,7 @@ def model(tiny_model, token_ids):
 
 def groups(model):
     layers = model.model.quarot_fused.layers
-    return [group for layer in layers for group in (layer.qkv, layer.o, layer.gate_up, layer.down)]
+    return [group for layer in layers for group in layer.groups()]
 
 
 def test_joined_weights_are_free_as_soon_as_the_model_has_moved(model):
