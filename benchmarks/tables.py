@@ -221,7 +221,8 @@ def speed_summary(results: Path = RESULTS) -> str:
         parts.append(f"On {rows[-1]['gpu']}; ratios are time (or memory) of the peer / ours; {commits(rows)}.")
         parts.append(_whole_models([row for row in rows if row["op"] in _WHOLE]))
         parts.append(
-            "Kernels, geometric mean over the shapes of Llama-2 and Llama-3 (m = tokens; batch for attention):"
+            "Kernels, geometric mean over the shapes of Llama-2 and Llama-3 (moe: Qwen3-30B-A3B and Mixtral-8x7B; m ="
+            " tokens, batch for attention):"
         )
         parts.append(_kernel_means([row for row in rows if row["op"] not in _WHOLE and row.get("m")]))
     return "\n\n".join(parts) or "No measurements yet."

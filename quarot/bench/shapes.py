@@ -17,6 +17,7 @@ class Shape:
         layers: decoder layers.
         vocab: rows of the embedding.
         family: prefix of its classes in transformers, which know about biases and head norms.
+        experts: of a mixture: how many, and how many a token; ``intermediate`` is that of one expert then.
     """
 
     model: str
@@ -28,6 +29,7 @@ class Shape:
     layers: int
     vocab: int
     family: str = "Llama"
+    experts: tuple[int, int] | None = None
 
     @property
     def linears(self) -> dict[str, tuple[int, int]]:
@@ -56,6 +58,8 @@ SHAPES = {
         Shape("qwen2.5-7b", 3584, 18944, 28, 4, 128, 28, 152064, "Qwen2"),
         Shape("qwen3-8b", 4096, 12288, 32, 8, 128, 36, 151936, "Qwen3"),
         Shape("qwen3-32b", 5120, 25600, 64, 8, 128, 64, 151936, "Qwen3"),
+        Shape("qwen3-30b-a3b", 2048, 768, 32, 4, 128, 48, 151936, "Qwen3Moe", (128, 8)),
+        Shape("mixtral-8x7b", 4096, 14336, 32, 8, 128, 32, 32000, "Mixtral", (8, 2)),
     )
 }
 
@@ -78,4 +82,14 @@ def config_of(shape: Shape, layers: int | None = None, vocab: int | None = None)
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
+        **_experts(shape),
     )
+
+
+def _experts(shape: Shape) -> dict[str, Any]:
+    """What configurations say of a mixture of experts; each family reads its own names."""
+    if shape.experts is None:
+        return {}
+    count, chosen = shape.experts
+    own = {"num_local_experts": count} if shape.family == "Mixtral" else {"num_experts": count, "norm_topk_prob": True}
+    return {"num_experts_per_tok": chosen, "moe_intermediate_size": shape.intermediate, **own}

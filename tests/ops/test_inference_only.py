@@ -99,6 +99,11 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "float32_matmul": (FLOAT, FLOAT.T.contiguous()),
     "gemm_w4a4": (CODES, FLOAT[:, 0].contiguous(), TILES, SCALES, None, torch.float32),
     "gemm_w8a8": (CODES, FLOAT[:, 0].contiguous(), CODES, SCALES[:2], None, torch.float32),
+    "expert_gemm_w4a4": (
+        CODES, FLOAT[:, 0].contiguous(), torch.zeros(2, 1, dtype=torch.int64), TILES[None], SCALES[None], torch.float32
+    ),
+    "expert_route": (FLOAT, 2, True, torch.float32),
+    "expert_sum": (FLOAT, torch.ones(1, 2)),
     "add_rms_norm_gemm_w4a4": (FLOAT, None, 1e-6, 4, 0.9, TILES, SCALES, None),
     "hadamard_gemm_w4a4": (FLOAT, 1, 2, 32, 4, 0.9, TILES, SCALES, None),
     "silu_mul_hadamard_gemm_w4a4": (FLOAT.repeat(1, 2), 1, 64, 4, 0.9, TILES, SCALES, None),
