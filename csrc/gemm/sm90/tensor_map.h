@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "device/runtime.h"
+
 namespace quarot::sm90 {
 
 struct MapDimension {
@@ -22,12 +24,13 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, v
     static auto const encode = [] {
         void* function = nullptr;
         cudaDriverEntryPointQueryResult found{};
+        char const* name = "cuTensorMapEncodeTiled";
 #if CUDART_VERSION >= 13000
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        bool const asked = succeeded(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found));
 #else
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+        bool const asked = succeeded(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found));
 #endif
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(asked ? function : nullptr);
     }();
     if (encode == nullptr) return cudaErrorNotSupported;
     cuuint64_t sizes[5], strides[5];

@@ -318,8 +318,6 @@ cudaError_t run(GemmProblem const& p, int group_size) {
     problem.token_group = std::min(8, problem.token_tiles);
     problem.bf16 = p.bf16;
     auto const kernel = groups_kernel<CHUNK, TOKENS, CONSUMERS, EVERY>;
-    error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, R::kBytes);
-    if (error != cudaSuccess) return error;
     int const blocks = std::min(p.sm_count * R::kBlocks, problem.channel_tiles * problem.token_tiles);
     return launch(kernel, dim3(blocks), dim3(R::kThreads), R::kBytes, p.stream, codes, weight, out, problem);
 }
