@@ -37,10 +37,15 @@ def moved_bytes(m: int, n: int, k: int, weight_bits: int = 4) -> int:
     return n * k * weight_bits // 8 + m * k + 2 * m * n + 4 * (m + n)
 
 
-def operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random codes, token scales, tiles and channel scales."""
+def operands(
+    m: int, n: int, k: int, weight_bits: int = 4
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random codes, token scales, weights (int4 tiles or int8 rows) and channel scales."""
     codes = torch.randint(-8, 8, (m, k), device="cuda", dtype=torch.int8)
-    qweight = torch.randint(0, 256, (n // 16, k // 32, 256), device="cuda", dtype=torch.uint8)
+    if weight_bits == 8:
+        qweight = torch.randint(-128, 128, (n, k), device="cuda", dtype=torch.int8)
+    else:
+        qweight = torch.randint(0, 256, (n // 16, k // 32, 256), device="cuda", dtype=torch.uint8)
     return codes, torch.rand(m, device="cuda") * 0.1, qweight, torch.rand(n, device="cuda") * 0.01
 
 

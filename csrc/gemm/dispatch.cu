@@ -20,7 +20,8 @@ GemmChoice skinny_choice(GemmSize const& s) {
 
 /// A Hopper tile and what it costs, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K of a
 /// block / 4096); `half` and `half_depth` for a last wave with one block an SM where two fit; `meeting` where blocks
-/// share a tile. For int4 weights: least squares over `python -m benchmarks.gemm_candidates` (NOTES.md, "Dispatch").
+/// share a tile. Least squares over `python -m benchmarks.gemm_candidates` (NOTES.md, "Dispatch"), but for int8 weights and
+/// more than 256 tokens, which are fitted by hand.
 struct WideTile {
     int weight_bits;
     int channels, tokens;
@@ -29,6 +30,7 @@ struct WideTile {
     int most_parts;   ///< of K
     int most_tokens;  ///< M up to which it was measured
     double fixed, wave, wave_depth, half = 0.0, half_depth = 0.0, meeting = 0.0;
+    int least_tokens = 0;  ///< and from which on
 };
 
 constexpr int kAny = 4096;  // above, the largest tile: fewest reads of the operands
@@ -39,8 +41,11 @@ constexpr WideTile kWideTiles[] = {
     {4, 64, 64, 2, false, 4, 256, 0.00, 2.79, 7.92, 2.76, 5.04, 3.32},
     {4, 128, 64, 2, false, 4, 1024, 0.00, 4.04, 12.51, 3.32, 7.60, 3.83},
     {4, 128, 128, 1, false, 4, 256, 0.16, 3.45, 9.80, 0.00, 0.00, 4.85},
-    {8, 128, 256, 1, false, 1, kAny, 2.3, 0.0, 22.0},
-    {8, 128, 128, 1, false, 1, kAny, 2.3, 0.0, 11.35},
+    {8, 64, 64, 2, false, 2, 256, 0.00, 2.58, 11.70, 2.11, 7.59, 4.09},
+    {8, 128, 64, 2, false, 2, 64, 0.00, 2.68, 26.36, 2.71, 15.02, 3.59},
+    {8, 128, 128, 1, false, 1, 256, 2.31, 2.65, 10.49, 0.00, 0.00, 0.00, 65},
+    {8, 128, 128, 1, false, 1, kAny, 2.30, 0.00, 11.35, 0.00, 0.00, 0.00, 257},
+    {8, 128, 256, 1, false, 1, kAny, 2.30, 0.00, 22.00, 0.00, 0.00, 0.00, 65},
 };
 
 constexpr double kNever = 1e30;
@@ -62,7 +67,7 @@ GemmChoice wide_choice(GemmSize const& s) {
     GemmChoice best{GemmKernel::kWide, 128, 256};
     double least = kNever;
     for (WideTile const& t : kWideTiles) {
-        if (s.m > t.most_tokens || s.int4_weight != (t.weight_bits == 4)) continue;
+        if (s.m > t.most_tokens || s.m < t.least_tokens || s.int4_weight != (t.weight_bits == 4)) continue;
         for (int parts = 1; parts <= t.most_parts; ++parts) {
             double const us = predicted(s, t, parts);
             if (us >= least) continue;

@@ -102,8 +102,10 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
         }
         case GemmKernel::kSplit: {
             Device const& device = current_device();
-            if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
+            if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
             sm90::SplitProblem const problem{hopper_problem(call, device.multiprocessors), choice.c, call.counters};
+            if (!int4 && choice.b > 64) return cudaErrorInvalidValue;
+            if (!int4) return choice.a <= 64 ? sm90::w8a8_64x64_split(problem) : sm90::w8a8_128x64_split(problem);
             if (choice.a <= 64) return sm90::w4a8_64x64_split(problem);
             return choice.b <= 64 ? sm90::w4a8_128x64_split(problem) : sm90::w4a8_128x128_split(problem);
         }

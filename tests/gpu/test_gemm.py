@@ -31,6 +31,7 @@ TILE = [(4, 0, 0, 0)]
 WIDE_GROUPS = [(6, 128, 128, 0), (6, 64, 128, 0), (6, 64, 64, 0), (6, 64, 32, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
 WIDE_INT8 = [(1, 128, 256, 0), (1, 128, 128, 0)]
+SPLIT_INT8 = [(5, *tile, parts) for tile in ((64, 64), (128, 64)) for parts in (1, 2, 3, 4)]
 INT4_CORES = [(3, 64, 128, 0), (3, 128, 128, 0), (3, 128, 256, 0)]
 
 
@@ -111,13 +112,13 @@ def test_every_kernel(m, n, k):
     qweight = pack_int4_tiles(weight)
     for dtype in (torch.float16, torch.bfloat16):
         want = exact(codes, row_scale, weight, weight_scale, bias, dtype)
-        split = [tactic for tactic in SPLIT if k % (32 * tactic[3]) == 0]
+        split, split_int8 = ([t for t in every if k % (32 * t[3]) == 0] for every in (SPLIT, SPLIT_INT8))
         for tactic in SKINNY + WIDE + split + TILE:
             got = gemm_launch.launch(
                 codes, row_scale, qweight, weight_scale, bias, dtype, weight_format=0, tactic=tactic
             )
             assert torch.equal(got, want), tactic
-        for tactic in SKINNY_INT8 + WIDE_INT8:
+        for tactic in SKINNY_INT8 + WIDE_INT8 + split_int8:
             got = gemm_launch.launch(
                 codes, row_scale, weight, weight_scale, bias, dtype, weight_format=1, tactic=tactic
             )
@@ -313,12 +314,14 @@ def test_memory_behind_the_tokens_is_read_and_does_not_matter(m):
     for rows in (m, m + 7, 512):
         longer = torch.full((rows, 1024), 99, dtype=torch.int8, device="cuda")
         longer[:m] = codes
-        for tactic in WIDE + SPLIT:
-            if tactic[0] != 5 or 1024 % (32 * tactic[3]) == 0:
+        for form, w, tactics in ((0, qweight, WIDE + SPLIT), (1, weight, WIDE_INT8 + SPLIT_INT8)):
+            for tactic in tactics:
+                if tactic[0] == 5 and 1024 % (32 * tactic[3]):
+                    continue
                 got = gemm_launch.launch(
-                    longer[:m], row_scale, qweight, weight_scale, bias, torch.float16, weight_format=0, tactic=tactic
+                    longer[:m], row_scale, w, weight_scale, bias, torch.float16, weight_format=form, tactic=tactic
                 )
-                assert torch.equal(got, want), (rows, tactic)
+                assert torch.equal(got, want), (rows, form, tactic)
 
 
 @pytest.mark.parametrize("m", [1, 24, 100, 600])

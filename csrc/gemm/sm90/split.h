@@ -26,4 +26,7 @@ cudaError_t w4a8_64x64_split(SplitProblem const& p);
 cudaError_t w4a8_128x64_split(SplitProblem const& p);
 cudaError_t w4a8_128x128_split(SplitProblem const& p);
 
+cudaError_t w8a8_64x64_split(SplitProblem const& p);
+cudaError_t w8a8_128x64_split(SplitProblem const& p);
+
 }  // namespace quarot::sm90
