@@ -2,16 +2,21 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <string>
 #include <tuple>
 #include <vector>
 
-#include "bindings/binding.h"
 #include "gemm/gemm.h"
 #include "gemm/prologue.h"
 #include "gemm/sm80/kernels.h"
 
 namespace quarot {
 namespace {
+
+template <typename T = void>
+T* pointer(std::uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
 
 // Kernel and its parameters as Python sees them: [kernel, a, b, c]; empty means "choose by size".
 using Tactic = std::vector<int>;
@@ -47,7 +52,9 @@ SkinnyProblem prologue_problem(const Linear& linear, std::uintptr_t stream) {
 }
 
 void check_prologue(cudaError_t status, const char* op, const SkinnyProblem& p) {
-    check(status, op, {{"m", p.m}, {"n", p.n}, {"k", p.k}});
+    if (status == cudaSuccess) return;
+    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (m=" + std::to_string(p.m) +
+                             ", n=" + std::to_string(p.n) + ", k=" + std::to_string(p.k) + ")");
 }
 
 }  // namespace
@@ -69,7 +76,11 @@ void bind_gemm(pybind11::module_& m) {
                           workspace_bytes,
                           readable_rows,
                           pointer<unsigned>(counters)};
-            check(gemm(call, resolve(call, tactic)), "gemm", {{"m", rows}, {"n", n}, {"k", k}, {"groups", groups}});
+            cudaError_t const status = gemm(call, resolve(call, tactic));
+            if (status == cudaSuccess) return;
+            throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status) +
+                                     " (m=" + std::to_string(rows) + ", n=" + std::to_string(n) +
+                                     ", k=" + std::to_string(k) + ", groups=" + std::to_string(groups) + ")");
         },
         py::arg("codes"), py::arg("row_scale"), py::arg("weight"), py::arg("weight_scale"), py::arg("bias"),
         py::arg("out"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"),
@@ -134,7 +145,8 @@ void bind_gemm(pybind11::module_& m) {
         "int4_code_versions",
         [] {
             sm80::CodeVersions versions;
-            check(sm80::w4a4_code_versions(versions), "gemm");
+            cudaError_t const status = sm80::w4a4_code_versions(versions);
+            if (status != cudaSuccess) throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status));
             return std::pair(versions.ptx, versions.binary);
         },
         "(PTX, machine code) of the INT4 tensor-core kernels on the current device, as ten times the architecture.");

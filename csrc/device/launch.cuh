@@ -11,8 +11,6 @@
 
 #include <cuda_runtime.h>
 
-#include "device/runtime.h"
-
 namespace quarot {
 
 __device__ __forceinline__ void pdl_wait() {
@@ -27,35 +25,28 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
-// A grid, in clusters of `cluster` CTAs along x where that is more than one (Hopper).
-struct Grid {
-    dim3 size;
-    unsigned cluster;
+// Compute capability as 10 * major + minor of the current device.
+inline int device_capability() {
+    int device = 0, major = 0, minor = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    return 10 * major + minor;
+}
 
-    Grid(dim3 size, int cluster = 1) : size(size), cluster(static_cast<unsigned>(cluster)) {}
-};
-
-// Launches with PDL where the device has it; more than 48 KB of shared memory is asked for first.
 template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), Grid grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
+cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
                    Args... args) {
-    const cudaError_t status = allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
-    if (status != cudaSuccess) return status;
-    cudaLaunchAttribute attributes[2]{};
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
-    config.gridDim = grid.size;
+    config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = attributes;
-    if (current_device().capability >= 90) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-    }
-    if (grid.cluster > 1) {
-        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-        attributes[config.numAttrs++].val.clusterDim = {grid.cluster, 1, 1};
-    }
+    config.attrs = &attribute;
+    config.numAttrs = device_capability() >= 90 ? 1 : 0;
     return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
