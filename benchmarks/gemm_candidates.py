@@ -1,8 +1,8 @@
 """Every kernel that can serve a GEMM, timed side by side: what ``csrc/gemm/dispatch.cu`` is made from.
 
-``python -m benchmarks.gemm_candidates [--tokens 64,256] [--models llama-2-7b] [--group 128] [--output FILE]`` checks
-each candidate against the others bit for bit, times it with cold weights, and prints the fastest beside the one that
-the dispatcher takes.
+``python -m benchmarks.gemm_candidates [--tokens 64,256] [--models llama-2-7b] [--group 128] [--weight-bits 8]
+[--output FILE]`` checks each candidate against the others bit for bit, times it with cold weights, and prints the
+fastest beside the one that the dispatcher takes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import random
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,14 +27,19 @@ from quarot.ops.registry import extension
 Tactic = tuple[int, int, int, int]
 """kernel, a, b, c as in ``csrc/gemm/dispatch.h``."""
 
-SKINNY, WIDE, GROUPED, TILE, SPLIT, WIDE_GROUPS, RING = 0, 1, 2, 4, 5, 6, 7
-RING_TILES = ((64, 64), (128, 64), (192, 64), (320, 64), (384, 64), (64, 128), (128, 128), (192, 128))
+SKINNY, WIDE, GROUPED, TILE, SPLIT, WIDE_GROUPS = 0, 1, 2, 4, 5, 6
 TOKENS = (64, 128, 256, 512, 1024, 2048)
-_ROUNDS = 5
+_ROUNDS = 3
+_FORMATS = {4: gemm_launch.INT4_TILES, 8: gemm_launch.INT8_ROWS}
 
 
-def candidates(m: int, n: int, k: int, group: int = 0) -> Iterator[Tactic]:
-    """Those worth timing at this size; ``group``: inputs that share a weight scale, 0 for one scale a channel."""
+def candidates(m: int, n: int, k: int, group: int = 0, bits: int = 4) -> Iterator[Tactic]:
+    """Those worth timing at this size.
+
+    Args:
+        group: inputs that share a weight scale, 0 for one scale a channel.
+        bits: of the weights.
+    """
     if group:
         if m <= 64:
             yield GROUPED, 0, 0, 0
@@ -49,18 +53,22 @@ def candidates(m: int, n: int, k: int, group: int = 0) -> Iterator[Tactic]:
         yield SKINNY, 32, 16, 1
     yield WIDE, 128, 128, 0
     yield WIDE, 128, 256, 0
+    if bits == 4:
+        yield WIDE, 128, 128, 1
     for parts in (1, 2, 3, 4):
-        if k % (32 * parts) == 0 and m <= 256:
+        if k % (32 * parts) or m > 1024:
+            continue
+        if m <= 256:
             yield SPLIT, 64, 64, parts
-    for channels, tokens in RING_TILES:
-        if tokens < 2 * m <= 4096 and n * m <= 1000 * channels * tokens:
-            yield RING, channels, tokens, 0
+        yield SPLIT, 128, 64, parts
+        if bits == 4:
+            yield SPLIT, 128, 128, parts
 
 
-def choice(m: int, n: int, k: int, group: int = 0) -> Tactic:
+def choice(m: int, n: int, k: int, group: int = 0, bits: int = 4) -> Tactic:
     """What the library takes by itself."""
     module: Any = extension()
-    return tuple(module.gemm_choice(m, n, k, n, k // group if group else 0, 0, 0, False))
+    return tuple(module.gemm_choice(m, n, k, n, k // group if group else 0, 0, _FORMATS[bits], False))
 
 
 def _recorded(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
@@ -73,18 +81,19 @@ def _recorded(calls: list[Callable[[], Any]]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def times(m: int, n: int, k: int, group: int = 0) -> dict[str, float]:
+def times(m: int, n: int, k: int, group: int = 0, bits: int = 4) -> dict[str, float]:
     """Median microseconds of every candidate and of cuBLAS fp16, measured in turns on the same cold operands."""
-    nbytes = moved_bytes(m, n, k) + (4 * n * k // group if group else 0)
-    sets = [operands(m, n, k) for _ in range(copies_for(nbytes, l2_bytes()))]
+    nbytes = moved_bytes(m, n, k, bits) + (4 * n * k // group if group else 0)
+    sets = [operands(m, n, k, bits) for _ in range(copies_for(nbytes, l2_bytes()))]
     if group:
         sets = [(*operand[:3], torch.rand(n, k // group, device="cuda") * 0.01) for operand in sets]
     graphs = {}
     first: torch.Tensor | None = None
-    for tactic in dict.fromkeys([*candidates(m, n, k, group), choice(m, n, k, group)]):
+    for tactic in dict.fromkeys([*candidates(m, n, k, group, bits), choice(m, n, k, group, bits)]):
 
         def run(operand: tuple[torch.Tensor, ...], tactic: Tactic = tactic) -> torch.Tensor:
-            return gemm_launch.launch(*operand, None, torch.float16, weight_format=0, tactic=tactic)  # type: ignore[arg-type]
+            how = {"weight_format": _FORMATS[bits], "tactic": tactic}
+            return gemm_launch.launch(*operand, None, torch.float16, **how)  # type: ignore[arg-type]
 
         got = run(sets[0])
         first = got if first is None else first
@@ -97,12 +106,8 @@ def times(m: int, n: int, k: int, group: int = 0) -> dict[str, float]:
     graphs["cublas_fp16"] = _recorded([make() for _ in sets])
     taken: dict[str, list[float]] = {name: [] for name in graphs}
     replays = max(2, min(20, int(2e12 / (m * n * k * len(sets)))))
-    shuffle = random.Random(m * n * k).shuffle
-    order = list(graphs)
     for _ in range(_ROUNDS):
-        shuffle(order)  # near the power limit what ran before decides over the clocks: up to 8 %
-        for name in order:
-            graph = graphs[name]
+        for name, graph in graphs.items():
             graph.replay()
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
@@ -119,15 +124,19 @@ def main() -> int:
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--models", default=",".join(DEFAULT_MODELS))
     parser.add_argument("--group", type=int, default=0, help="inputs that share a weight scale (default 0: all)")
+    parser.add_argument("--weight-bits", type=int, choices=sorted(_FORMATS), default=4)
     parser.add_argument("--output", type=Path, help="all times as JSON")
     options = parser.parse_args()
+    if options.group and options.weight_bits != 4:
+        parser.error("--group is for 4-bit weights")
+    how = (options.group, options.weight_bits)
     sizes = sorted({size for name in options.models.split(",") for size in SHAPES[name].linears.values()})
     everything = []
     for m in map(int, options.tokens.split(",")):
         ours, best = [], []
         for n, k in sizes:
-            found = times(m, n, k, options.group)
-            peer, mine = found.pop("cublas_fp16"), ",".join(map(str, choice(m, n, k, options.group)))
+            found = times(m, n, k, *how)
+            peer, mine = found.pop("cublas_fp16"), ",".join(map(str, choice(m, n, k, *how)))
             ranked = sorted(found, key=lambda name: found[name])
             ours.append(math.log(peer / found[mine]))
             best.append(math.log(peer / found[ranked[0]]))

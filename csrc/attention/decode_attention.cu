@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "attention/variants.h"
-#include "device/cluster.cuh"
 #include "device/launch.cuh"
 
 namespace quarot {
@@ -17,9 +16,9 @@ constexpr int kMaxSplits = 32;        // pieces of a sequence: more make the mer
 // 100; 64 uniform 1..8k: 100 and 109).
 constexpr int kMixedPercentLarge = 100, kMixedPercentSmall = 50;
 constexpr int kMaxCluster = 8;    // what every GPU with clusters takes
+constexpr int kClusterCtas = 3;   // of an SM at most
 constexpr int kClusterTokens = 192;  // a column that a sequence can have: beyond, the work list is as fast or faster
 constexpr int kClusterBatch = 1;  // sequences up to which clusters are used: they do not even out different lengths
-constexpr int kGroupBlocks = 8;   // of 16 tokens a warp, only asked for by tuning: several clusters a column were slower
 
 bool same_side(const KVFormat& a, const KVFormat& b, Side side) {
     return a.bits(side) == b.bits(side) && (a.bits(side) == 16 || a.group(side) == b.group(side));
@@ -45,33 +44,31 @@ int log2_or_minus_one(int x) {
     return 1 << shift == x ? shift : -1;
 }
 
-int device_attribute(cudaDeviceAttr attribute) {
-    int device = 0, value = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&value, attribute, device);
-    return value;
-}
-
 // Rings, mbarriers and the warps' (max, sum); the rotated queries of a tile.
 std::size_t shared_bytes(const DecodeVariant& v, int warps, int stages, bool rotate) {
     return static_cast<std::size_t>(warps) * (stages * (v.stage_bytes + 8) + kTileRows * 8) +
            (rotate ? kTileRows * v.format.head_dim * 2 : 0);
 }
 
-// The same with the area in which a CTA of a cluster receives its slice of every warp's result (merge_cluster.cuh).
-std::size_t cluster_shared_bytes(const DecodeVariant& v, int warps, int stages, int cluster) {
+// The same with the area in which a CTA of a cluster receives its slice of every warp's result (merge_cluster.cuh), and so
+// much that an SM takes no more than `per_sm` CTAs: the device would rather fill a few SMs than share the work out.
+std::size_t cluster_shared_bytes(const DecodeVariant& v, int warps, int stages, int cluster, int per_sm) {
     const int part_floats = v.format.head_dim / cluster * kTileRows + 4;
-    return shared_bytes(v, warps, stages, true) + static_cast<std::size_t>(warps) * cluster * part_floats * 4 +
-           static_cast<std::size_t>(warps) * (cluster - 1) * kTileRows * 8 + 8;
+    const std::size_t needed = shared_bytes(v, warps, stages, true) +
+                               static_cast<std::size_t>(warps) * cluster * part_floats * 4 +
+                               static_cast<std::size_t>(warps) * (cluster - 1) * kTileRows * 8 + 8;
+    // An SM keeps 1 KB for itself with every CTA, and hands out 128 bytes at a time.
+    return std::max<std::size_t>(needed, current_device().shared_per_multiprocessor / (per_sm + 1) - 1024 + 128);
 }
 
-// Clusters of `cluster` CTAs with this much shared memory that the device holds at once; 0 where it has no clusters.
+// Clusters of `cluster` CTAs with this much shared memory that the device holds at once; 0 where it takes none of them.
 int resident_clusters(const DecodeVariant& v, int threads, std::size_t bytes, int cluster) {
 #ifdef QUAROT_FORCE_CP_ASYNC
     return 0;
 #endif
-    if (device_capability() < 90) return 0;
-    cudaFuncSetAttribute(v.cluster_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+    if (current_device().capability < 90) return 0;
+    const auto* kernel = reinterpret_cast<const void*>(v.cluster_kernel);
+    if (!succeeded(allow_shared(kernel, bytes))) return 0;
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
@@ -79,38 +76,34 @@ int resident_clusters(const DecodeVariant& v, int threads, std::size_t bytes, in
     config.gridDim = dim3(cluster), config.blockDim = dim3(threads), config.dynamicSmemBytes = bytes;
     config.attrs = &attribute, config.numAttrs = 1;
     int count = 0;
-    return cudaOccupancyMaxActiveClusters(&count, v.cluster_kernel, &config) == cudaSuccess ? count : 0;
+    return succeeded(cudaOccupancyMaxActiveClusters(&count, kernel, &config)) ? count : 0;
 }
 
 // Fills in the cluster fields of a plan if clusters serve the shape: two CTAs an SM at most, all of them resident.
-void plan_clusters(const DecodeVariant& v, const DecodeShape& s, const DecodeTuning& tuning, int multiprocessors,
-                   DecodePlan& plan) {
-    const int columns = s.batch * s.kv_heads * plan.tiles;
-    if (!v.cluster_kernel || tuning.cluster == 1 || tuning.ctas_per_sm || tuning.max_splits || tuning.mixed_percent) return;
+void plan_clusters(const DecodeVariant& v, const DecodeShape& s, const DecodeTuning& tuning, DecodePlan& plan) {
+    const int columns = s.batch * s.kv_heads * plan.tiles, places = 2 * current_device().multiprocessors;
+    if (!v.cluster_kernel || tuning.cluster == 1 || tuning.max_splits || tuning.mixed_percent) return;
+    if (tuning.cluster == 0 && tuning.ctas_per_sm) return;
     if (tuning.cluster == 0 && (s.batch > kClusterBatch || s.max_tokens > kClusterTokens * columns)) return;
     int cluster = tuning.cluster ? tuning.cluster : kMaxCluster;
-    while (cluster > 1 && (cluster > s.format.head_dim / 16 || columns * cluster > 2 * multiprocessors)) cluster /= 2;
+    while (cluster > 1 && (cluster > s.format.head_dim / 16 || columns * cluster > places)) cluster /= 2;
     const int warps = std::min(tuning.warps ? tuning.warps : kClusterThreads / 32, kClusterThreads / 32);
     const int stages = tuning.ring_stages ? tuning.ring_stages : 1;
-    int groups = 0;
-    for (; cluster > 1; cluster /= 2) {
-        const int resident = resident_clusters(v, 32 * warps, cluster_shared_bytes(v, warps, stages, cluster), cluster);
-        groups = std::min({resident / columns, 2 * multiprocessors / (columns * cluster), tuning.group_blocks ? 16 : 1});
-        if (groups > 0) break;
-    }
-    if (groups < 1) return;
-    plan.cluster = cluster, plan.groups = groups, plan.warps = warps, plan.ring_stages = stages;
-    plan.group_blocks = tuning.group_blocks ? tuning.group_blocks : kGroupBlocks;
-    plan.rehearsals = std::max(tuning.rehearsals, 0);  // one costs half a microsecond, alone and in a model
-    plan.grid = plan.items = columns * groups * cluster;
-    plan.max_splits = groups;
+    const int per_sm = tuning.ctas_per_sm ? tuning.ctas_per_sm : kClusterCtas;
+    const auto bytes = [&] { return cluster_shared_bytes(v, warps, stages, cluster, per_sm); };
+    while (cluster > 1 && resident_clusters(v, 32 * warps, bytes(), cluster) < columns) cluster /= 2;
+    if (cluster < 2) return;
+    plan.cluster = cluster, plan.warps = warps, plan.ring_stages = stages;
+    plan.cta_slots = current_device().multiprocessors * per_sm;
+    plan.grid = plan.items = columns * cluster;
+    plan.max_splits = 1;
 }
 
 }  // namespace
 
 DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
     const DecodeVariant* v = tuning.generic ? nullptr : find_variant(s.format, s.dtype);
-    const int multiprocessors = device_attribute(cudaDevAttrMultiProcessorCount);
+    const int multiprocessors = current_device().multiprocessors;
     DecodePlan plan{};
     plan.tiles = (s.tokens * (s.query_heads / s.kv_heads) + kTileRows - 1) / kTileRows;
     const int columns = s.batch * s.kv_heads * plan.tiles;
@@ -125,12 +118,14 @@ DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
         per_sm = tuning.ctas_per_sm ? tuning.ctas_per_sm : many ? 4 : 1;
         stage_tokens = v->stage_blocks * kBlockTokens;
         if (per_sm == 1) plan.mixed_percent = kMixedPercentLarge;
-        const std::size_t limit = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+        const std::size_t limit = current_device().shared_per_block;
         while (plan.warps > 1 && shared_bytes(*v, plan.warps, plan.ring_stages, true) + 1024 > limit) --plan.warps;
-        const auto bytes = static_cast<int>(shared_bytes(*v, plan.warps, plan.ring_stages, true));
-        int resident = 1;
-        cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-        cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, v->kernel, 32 * plan.warps, bytes);
+        const std::size_t bytes = shared_bytes(*v, plan.warps, plan.ring_stages, true);
+        const auto* kernel = reinterpret_cast<const void*>(v->kernel);
+        int resident = 1;  // also of a kernel that cannot run here: its launch will say why
+        if (!succeeded(allow_shared(kernel, bytes)) ||
+            !succeeded(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, 32 * plan.warps, bytes)))
+            resident = 1;
         per_sm = std::max(1, std::min(per_sm, resident));
     }
     plan.cta_slots = multiprocessors * per_sm;
@@ -142,7 +137,7 @@ DecodePlan decode_plan(const DecodeShape& s, const DecodeTuning& tuning) {
     if (tuning.mixed_percent) plan.mixed_percent = tuning.mixed_percent;
     plan.items = static_cast<int>(
         std::min<std::int64_t>(most, columns + static_cast<std::int64_t>(plan.cta_slots) * (100 + plan.mixed_percent) / plan.mixed_percent));
-    if (v) plan_clusters(*v, s, tuning, multiprocessors, plan);
+    if (v) plan_clusters(*v, s, tuning, plan);
     return plan;
 }
 
@@ -155,21 +150,14 @@ cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, Decod
     const DecodeVariant* v = find_variant(s.format, s.dtype);
     if (!v) return cudaErrorInvalidValue;
     if (plan.cluster) {
-        params.cluster = plan.cluster, params.groups = plan.groups, params.group_blocks = plan.group_blocks;
-        params.rehearsals = plan.rehearsals;
-        params.cluster_shift = log2_or_minus_one(plan.cluster);
+        params.cluster = plan.cluster;
         params.slice_shift = log2_or_minus_one(s.format.head_dim / 16 / plan.cluster);
-        const std::size_t shared = cluster_shared_bytes(*v, plan.warps, plan.ring_stages, plan.cluster);
-        const cudaError_t status = cudaFuncSetAttribute(v->cluster_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                        static_cast<int>(shared));
-        if (status != cudaSuccess) return status;
-        const dim3 grid(plan.cluster * plan.groups, s.kv_heads * plan.tiles, s.batch);
-        return launch_clusters(v->cluster_kernel, plan.cluster, grid, dim3(32 * plan.warps), shared, stream, params);
+        const int per_sm = plan.cta_slots / current_device().multiprocessors;
+        const std::size_t shared = cluster_shared_bytes(*v, plan.warps, plan.ring_stages, plan.cluster, per_sm);
+        const dim3 grid(plan.cluster, s.kv_heads * plan.tiles, s.batch);
+        return launch(v->cluster_kernel, {grid, plan.cluster}, dim3(32 * plan.warps), shared, stream, params);
     }
     const std::size_t bytes = shared_bytes(*v, plan.warps, plan.ring_stages, params.rotate_order != 0);
-    const cudaError_t status =
-        cudaFuncSetAttribute(v->kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-    if (status != cudaSuccess) return status;
     return launch(v->kernel, dim3(plan.grid), dim3(32 * plan.warps), bytes, stream, params);
 }
 

@@ -21,7 +21,7 @@ struct DecodePlan {
     int warps, ring_stages;  // of a CTA; 0 stages: the generic kernel
     int mixed_percent;
     int items;               // most work items there can be: partial [items, 8, D], max_sum [items, 8, 2], counters [items]
-    int cluster, groups, group_blocks, rehearsals;  // decode_cluster.cuh; cluster 0: the other kernels
+    int cluster;             // CTAs of a cluster (decode_cluster.cuh); 0: the other kernels
 };
 
 // Tuning overrides for benchmarks and tests; 0 = the built-in choice.
@@ -30,8 +30,6 @@ struct DecodeTuning {
     bool generic;
     int mixed_percent;  // of a CTA's even share: the smallest piece of a batch of mixed lengths
     int cluster;        // CTAs of a cluster; 1: no clusters
-    int group_blocks;
-    int rehearsals;     // runs of the arithmetic before the wait
 };
 
 // Plan for the current device.

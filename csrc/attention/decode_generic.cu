@@ -247,9 +247,6 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t launch_generic_decode(const KVFormat& format, int grid, const DecodeParams& p, cudaStream_t stream) {
     const int bytes = GenericShared(nullptr, format).bytes;
-    const cudaError_t status =
-        cudaFuncSetAttribute(decode_generic_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (status != cudaSuccess) return status;
     return launch(decode_generic_kernel, dim3(grid), dim3(kThreads), bytes, stream, p, format);
 }
 

@@ -34,10 +34,8 @@ struct DecodeParams {
     int window;      // > 0: every query sees its last `window` keys only
     int rotate_order, rotate_pow2;  // R3 on the queries, 0 = none
     int ring_stages;                // of every warp's private ring
-    int cluster, groups;            // decode_cluster.cuh: CTAs of a cluster, clusters of a column at most
-    int cluster_shift, slice_shift; // log2 of cluster, of the mmas (16 dims) that one CTA adds up
-    int rehearsals;                 // runs of the arithmetic before the wait, to have its instructions in the cache
-    int group_blocks;               // and how many 16-token blocks a warp takes before more than one cluster works
+    int cluster;                    // decode_cluster.cuh: CTAs of a cluster, which is a column
+    int slice_shift;                // log2 of the mmas (16 dims) that one of them adds up
     float scale_log2;               // score scale * log2(e)
 };
 

@@ -1,6 +1,5 @@
 // The end of decode attention by clusters: every warp stores its result straight into the shared memory of the CTAs that
-// add it up, each CTA a slice of the dims, and counts the bytes at their mbarrier. Several clusters of a column go on through
-// global partials.
+// add it up, each CTA a slice of the dims, and counts the bytes at their mbarrier.
 //
 // All sums run in a fixed order: bit-reproducible.
 #pragma once
@@ -44,19 +43,19 @@ __device__ __forceinline__ void send_part(const WarpState<C>& state, float* area
             store_remote(target_max_sum + 8 * column, mbarrier, lane / 4, float2{state.max[column], state.sum[column]});
 }
 
-// Half a warp adds up four dims of `count` parts of a row: lane `sub` of it takes parts sub, sub + 16 ...
-template <typename MaxSum, typename Quad>
-__device__ __forceinline__ RowSum add_parts(int count, int sub, const MaxSum& max_sum, const Quad& quad) {
+// Half a warp adds up four dims of `count` parts of a row: lane `sub` of it takes parts sub, sub + 16 ... Part i has its
+// (max, sum) at max_sum[i * kTileRows] and its dims at quad[i * part_floats].
+__device__ __forceinline__ RowSum add_parts(int count, int sub, const float2* max_sum, const float* quad, int part_floats) {
     RowSum result;
 #pragma unroll 1
-    for (int i = sub; i < count; i += 16) result.peak = fmaxf(result.peak, max_sum(i).x);
+    for (int i = sub; i < count; i += 16) result.peak = fmaxf(result.peak, max_sum[i * kTileRows].x);
 #pragma unroll
     for (int distance = 8; distance > 0; distance /= 2)
         result.peak = fmaxf(result.peak, __shfl_xor_sync(kFullWarp, result.peak, distance));
 #pragma unroll 1
     for (int i = sub; i < count; i += 16) {
-        const float2 ms = max_sum(i);
-        const float4 x = quad(i);
+        const float2 ms = max_sum[i * kTileRows];
+        const float4 x = *reinterpret_cast<const float4*>(quad + i * part_floats);
         const float factor = exp2_approx(ms.x - result.peak);
         result.sum += factor * ms.y;
         result.total.x += factor * x.x, result.total.y += factor * x.y;
@@ -73,55 +72,18 @@ __device__ __forceinline__ RowSum add_parts(int count, int sub, const MaxSum& ma
     return result;
 }
 
-// Adds the `count` parts that arrived in this CTA, then, where several clusters share the column, those of the other
-// clusters' CTAs of this rank; writes out and lse. `groups`: clusters at work, `group`: this one's place among them.
+// Adds the `count` parts that arrived in this CTA, writes its slice of out, and lse.
 template <typename C>
 __device__ __forceinline__ void merge_slice(const DecodeParams& p, const Work& work, const float* area,
-                                            const float2* max_sum, const Slice<C>& slice, int count, int group, int groups,
-                                            int rank, int rows, int* last_flag) {
-    constexpr int kQuads = C::kD / 4;
+                                            const float2* max_sum, const Slice<C>& slice, int count, int rank, int rows) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, sub = lane % 16;
     const int shift = slice.shift + 2, items = rows << shift, first = rank << shift;  // quads of the slice
-    const int column = work.sequence * gridDim.y + work.column;
-    const auto cta = [&](int g) { return (column * p.groups + g) * p.cluster + rank; };
-    const auto for_each_item = [&](const auto& f) {
-        for (int base = 2 * warp; base < items; base += 2 * warps) {  // the same number of rounds for a whole warp
-            const int item = min(base + lane / 16, items - 1), row = item >> shift, quad = item & ((1 << shift) - 1);
-            f(row, quad, base + lane / 16 < items && sub == 0);
-        }
-    };
-    for_each_item([&](int row, int quad, bool writes) {
+    for (int base = 2 * warp; base < items; base += 2 * warps) {  // the same number of rounds for a whole warp
+        const int item = min(base + lane / 16, items - 1), row = item >> shift, quad = item & ((1 << shift) - 1);
         const float* mine = area + (quad / 4 * kTileRows + row) * 16 + 4 * (quad % 4);
-        const RowSum result =
-            add_parts(count, sub, [&](int i) { return max_sum[i * kTileRows + row]; },
-                      [&](int i) { return *reinterpret_cast<const float4*>(mine + i * slice.part_floats); });
-        if (!writes) return;
-        if (groups == 1) {
-            store_row<C>(p, work, row, first + quad, result);
-        } else {
-            const std::int64_t slot = static_cast<std::int64_t>(cta(group)) * kTileRows + row;
-            __stcg(reinterpret_cast<float4*>(p.partial) + slot * kQuads + first + quad, result.total);
-            if (quad == 0) __stcg(reinterpret_cast<float2*>(p.partial_max_sum) + slot, float2{result.peak, result.sum});
-        }
-    });
-    if (groups == 1) return;
-
-    int* counter = p.counters + column * p.cluster + rank;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const bool last = arrive(counter) == groups - 1;
-        if (last) *counter = 0;  // ready for the next launch
-        *last_flag = last;
+        const RowSum result = add_parts(count, sub, max_sum + row, mine, slice.part_floats);
+        if (base + lane / 16 < items && sub == 0) store_row<C>(p, work, row, first + quad, result);
     }
-    __syncthreads();
-    if (!*last_flag) return;
-    for_each_item([&](int row, int quad, bool writes) {
-        const auto slot = [&](int g) { return static_cast<std::int64_t>(cta(g)) * kTileRows + row; };
-        const RowSum result = add_parts(
-            groups, sub, [&](int g) { return __ldcg(reinterpret_cast<const float2*>(p.partial_max_sum) + slot(g)); },
-            [&](int g) { return __ldcg(reinterpret_cast<const float4*>(p.partial) + slot(g) * kQuads + first + quad); });
-        if (writes) store_row<C>(p, work, row, first + quad, result);
-    });
 }
 
 }  // namespace quarot

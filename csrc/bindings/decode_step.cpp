@@ -1,21 +1,15 @@
 // Binds csrc/decode_step: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
 #include <pybind11/pybind11.h>
 
-#include <string>
-
+#include "bindings/binding.h"
 #include "decode_step/argmax_rows.h"
 #include "decode_step/begin_step.h"
 
 namespace quarot {
 namespace {
 
-template <typename T = void>
-T* pointer(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-void check(cudaError_t status, const char* op, int rows, std::int64_t width) {
-    if (status == cudaSuccess) return;
-    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (rows=" + std::to_string(rows) +
-                             ", width=" + std::to_string(width) + ")");
+void check_rows(cudaError_t status, const char* op, int rows, std::int64_t width) {
+    check(status, op, {{"rows", rows}, {"width", width}});
 }
 
 }  // namespace
@@ -34,7 +28,7 @@ void bind_decode_step(pybind11::module_& m) {
                                     pointer<float>(inverse_frequency), pointer(hidden), pointer<std::int32_t>(lengths),
                                     pointer<std::int64_t>(slots), pointer(cos), pointer(sin), vocabulary, hidden_bytes,
                                     batch, width, page_size, rotary_dim, scaling, static_cast<DType>(dtype), advance};
-            check(begin_step(p, pointer<CUstream_st>(stream)), "begin_step", batch, hidden_bytes);
+            check_rows(begin_step(p, pointer<CUstream_st>(stream)), "begin_step", batch, hidden_bytes);
         },
         py::arg("ids"), py::arg("embedding"), py::arg("before"), py::arg("positions"), py::arg("table"),
         py::arg("inverse_frequency"), py::arg("hidden"), py::arg("lengths"), py::arg("slots"), py::arg("cos"),
@@ -45,7 +39,7 @@ void bind_decode_step(pybind11::module_& m) {
         "argmax_rows",
         [](std::uintptr_t logits, int dtype, std::int64_t row_stride, int rows, int columns, std::uintptr_t out,
            std::uintptr_t stream) {
-            check(argmax_rows(pointer(logits), static_cast<DType>(dtype), row_stride, rows, columns,
+            check_rows(argmax_rows(pointer(logits), static_cast<DType>(dtype), row_stride, rows, columns,
                               pointer<std::int64_t>(out), pointer<CUstream_st>(stream)),
                   "argmax_rows", rows, columns);
         },

@@ -2,21 +2,16 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <string>
 #include <tuple>
 #include <vector>
 
+#include "bindings/binding.h"
 #include "gemm/gemm.h"
 #include "gemm/prologue.h"
 #include "gemm/sm80/kernels.h"
 
 namespace quarot {
 namespace {
-
-template <typename T = void>
-T* pointer(std::uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
 
 // Kernel and its parameters as Python sees them: [kernel, a, b, c]; empty means "choose by size".
 using Tactic = std::vector<int>;
@@ -52,9 +47,7 @@ SkinnyProblem prologue_problem(const Linear& linear, std::uintptr_t stream) {
 }
 
 void check_prologue(cudaError_t status, const char* op, const SkinnyProblem& p) {
-    if (status == cudaSuccess) return;
-    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (m=" + std::to_string(p.m) +
-                             ", n=" + std::to_string(p.n) + ", k=" + std::to_string(p.k) + ")");
+    check(status, op, {{"m", p.m}, {"n", p.n}, {"k", p.k}});
 }
 
 }  // namespace
@@ -76,11 +69,7 @@ void bind_gemm(pybind11::module_& m) {
                           workspace_bytes,
                           readable_rows,
                           pointer<unsigned>(counters)};
-            cudaError_t const status = gemm(call, resolve(call, tactic));
-            if (status == cudaSuccess) return;
-            throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status) +
-                                     " (m=" + std::to_string(rows) + ", n=" + std::to_string(n) +
-                                     ", k=" + std::to_string(k) + ", groups=" + std::to_string(groups) + ")");
+            check(gemm(call, resolve(call, tactic)), "gemm", {{"m", rows}, {"n", n}, {"k", k}, {"groups", groups}});
         },
         py::arg("codes"), py::arg("row_scale"), py::arg("weight"), py::arg("weight_scale"), py::arg("bias"),
         py::arg("out"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("ldd"), py::arg("groups"),
@@ -145,8 +134,7 @@ void bind_gemm(pybind11::module_& m) {
         "int4_code_versions",
         [] {
             sm80::CodeVersions versions;
-            cudaError_t const status = sm80::w4a4_code_versions(versions);
-            if (status != cudaSuccess) throw std::runtime_error(std::string("gemm: ") + cudaGetErrorString(status));
+            check(sm80::w4a4_code_versions(versions), "gemm");
             return std::pair(versions.ptx, versions.binary);
         },
         "(PTX, machine code) of the INT4 tensor-core kernels on the current device, as ten times the architecture.");

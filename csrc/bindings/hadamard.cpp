@@ -2,9 +2,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <string>
 #include <tuple>
 
+#include "bindings/binding.h"
 #include "hadamard/any_size.h"
 #include "hadamard/heads.h"
 #include "hadamard/sm90/transform.h"
@@ -12,18 +12,10 @@
 namespace quarot {
 namespace {
 
-template <typename T = void>
-T* pointer(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-void check(cudaError_t status, const char* op, std::int64_t rows, const std::string& shape) {
-    if (status == cudaSuccess) return;
-    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (rows=" + std::to_string(rows) +
-                             ", " + shape + ")");
-}
-
-std::string describe(const HadamardShape& s) {
-    return "blocks=" + std::to_string(s.blocks) + ", order=" + std::to_string(s.order) + ", pow2=" +
-           std::to_string(s.pow2) + ", inner=" + std::to_string(s.inner);
+void check_any_size(cudaError_t status, const char* op, const HadamardInput& in) {
+    const HadamardShape& s = in.shape;
+    check(status, op,
+          {{"rows", in.rows}, {"blocks", s.blocks}, {"order", s.order}, {"pow2", s.pow2}, {"inner", s.inner}});
 }
 
 using Shape = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t>;  // blocks, order, pow2, inner
@@ -45,8 +37,7 @@ void bind_hadamard(pybind11::module_& m) {
         [](std::uintptr_t x, int dtype, std::int64_t row_stride, std::int64_t rows, const Shape& shape,
            std::uintptr_t signs, std::uintptr_t y, std::uintptr_t stream) {
             const auto input = any_size_input(x, dtype, row_stride, rows, false, shape, signs);
-            check(hadamard_any_size(input, pointer(y), pointer<CUstream_st>(stream)), "hadamard", rows,
-                  describe(input.shape));
+            check_any_size(hadamard_any_size(input, pointer(y), pointer<CUstream_st>(stream)), "hadamard", input);
         },
         py::arg("x"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("shape"), py::arg("signs"),
         py::arg("y"), py::arg("stream"));
@@ -56,9 +47,9 @@ void bind_hadamard(pybind11::module_& m) {
            std::uintptr_t signs, std::uintptr_t codes, std::uintptr_t scale, float clip_over_qmax, int bits,
            bool packed, std::uintptr_t stream) {
             const auto input = any_size_input(x, dtype, row_stride, rows, silu, shape, signs);
-            check(hadamard_quantize_any_size(input, pointer(codes), pointer<float>(scale), clip_over_qmax, bits, packed,
-                                             pointer<CUstream_st>(stream)),
-                  "hadamard_quantize", rows, describe(input.shape));
+            check_any_size(hadamard_quantize_any_size(input, pointer(codes), pointer<float>(scale), clip_over_qmax, bits,
+                                                      packed, pointer<CUstream_st>(stream)),
+                           "hadamard_quantize", input);
         },
         py::arg("x"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("silu"), py::arg("shape"),
         py::arg("signs"), py::arg("codes"), py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"),
@@ -72,8 +63,7 @@ void bind_hadamard(pybind11::module_& m) {
                                    pointer<const std::uint32_t>(signs)};
             check(hadamard_heads_quantize(input, pointer(codes), pointer<float>(scale), clip_over_qmax, bits, packed,
                                           pointer<CUstream_st>(stream)),
-                  "hadamard_heads_quantize", rows,
-                  "heads=" + std::to_string(heads) + ", head_dim=" + std::to_string(head_dim));
+                  "hadamard_heads_quantize", {{"rows", rows}, {"heads", heads}, {"head_dim", head_dim}});
         },
         py::arg("x"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("heads"), py::arg("head_dim"),
         py::arg("signs"), py::arg("codes"), py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"),
@@ -98,7 +88,7 @@ void bind_hadamard(pybind11::module_& m) {
             const auto [order, padded, tiles] = plan;
             check(sm90::launch_transform({order, padded, tiles}, args, silu, scale != 0, bfloat16,
                                          pointer<CUstream_st>(stream)),
-                  "hadamard_sm90", rows, "m=" + std::to_string(order) + ", tiles=" + std::to_string(tiles));
+                  "hadamard_sm90", {{"rows", rows}, {"m", order}, {"tiles", tiles}});
         },
         "Plain transform into y (scale = 0), or codes into y and scale.", py::arg("plan"), py::arg("x"),
         py::arg("bfloat16"), py::arg("row_stride"), py::arg("rows"), py::arg("silu"), py::arg("table"), py::arg("y"),

@@ -1,23 +1,17 @@
 // Binds csrc/kv_cache: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
 #include <pybind11/pybind11.h>
 
-#include <string>
-
+#include "bindings/binding.h"
 #include "kv_cache/kv_append.h"
 #include "kv_cache/rope_kv_append.h"
 
 namespace quarot {
 namespace {
 
-template <typename T = void>
-T* pointer(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-void check(cudaError_t status, const char* op, const KVFormat& f, int tokens, int kv_heads) {
-    if (status == cudaSuccess) return;
-    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (tokens=" + std::to_string(tokens) +
-                             ", kv_heads=" + std::to_string(kv_heads) + ", head_dim=" + std::to_string(f.head_dim) +
-                             ", bits=" + std::to_string(f.key_bits) + "/" + std::to_string(f.value_bits) +
-                             ", group=" + std::to_string(f.key_group) + "/" + std::to_string(f.value_group) + ")");
+void check_tokens(cudaError_t status, const char* op, const KVFormat& f, int tokens, int kv_heads) {
+    check(status, op,
+          {{"tokens", tokens}, {"kv_heads", kv_heads}, {"head_dim", f.head_dim}, {"key_bits", f.key_bits},
+           {"value_bits", f.value_bits}, {"key_group", f.key_group}, {"value_group", f.value_group}});
 }
 
 }  // namespace
@@ -37,7 +31,7 @@ void bind_kv_cache(pybind11::module_& m) {
                                  KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                  static_cast<DType>(dtype), tokens, kv_heads, num_pages, page_blocks, key_clip,
                                  value_clip, rotate_order, rotate_pow2};
-            check(kv_append(p, generic, pointer<CUstream_st>(stream)), "kv_append", p.format, tokens, kv_heads);
+            check_tokens(kv_append(p, generic, pointer<CUstream_st>(stream)), "kv_append", p.format, tokens, kv_heads);
         },
         py::arg("pool"), py::arg("key"), py::arg("value"), py::arg("slots"), py::arg("signs"),
         py::arg("key_token_stride"), py::arg("key_head_stride"), py::arg("value_token_stride"),
@@ -53,7 +47,7 @@ void bind_kv_cache(pybind11::module_& m) {
             const GatherParams p{pointer<std::uint8_t>(pool), pointer<std::int64_t>(slots), pointer(key), pointer(value),
                                  KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                  static_cast<DType>(dtype), tokens, kv_heads, num_pages, page_blocks};
-            check(kv_gather(p, pointer<CUstream_st>(stream)), "kv_gather", p.format, tokens, kv_heads);
+            check_tokens(kv_gather(p, pointer<CUstream_st>(stream)), "kv_gather", p.format, tokens, kv_heads);
         },
         py::arg("pool"), py::arg("slots"), py::arg("key"), py::arg("value"), py::arg("head_dim"), py::arg("key_bits"),
         py::arg("value_bits"), py::arg("key_group"), py::arg("value_group"), py::arg("dtype"), py::arg("tokens"),
@@ -78,7 +72,7 @@ void bind_kv_cache(pybind11::module_& m) {
                                      KVFormat{head_dim, key_bits, value_bits, key_group, value_group},
                                      static_cast<DType>(dtype), tokens, query_heads, kv_heads, num_pages, page_blocks,
                                      rotary_dim, table_rows, key_clip, value_clip, eps, rotate, one_each};
-            check(rope_kv_append(p, pointer<CUstream_st>(stream)), "rope_kv_append", p.format, tokens, kv_heads);
+            check_tokens(rope_kv_append(p, pointer<CUstream_st>(stream)), "rope_kv_append", p.format, tokens, kv_heads);
         },
         py::arg("pool"), py::arg("qkv"), py::arg("cos"), py::arg("sin"), py::arg("query_norm"), py::arg("key_norm"),
         py::arg("query"), py::arg("slots"), py::arg("qkv_stride"), py::arg("head_dim"), py::arg("key_bits"),

@@ -1,21 +1,15 @@
 // Binds csrc/quantize: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
 #include <pybind11/pybind11.h>
 
-#include <string>
-
+#include "bindings/binding.h"
 #include "quantize/add_rms_norm_quantize.h"
 #include "quantize/quantize_per_token.h"
 
 namespace quarot {
 namespace {
 
-template <typename T = void>
-T* pointer(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-void check(cudaError_t status, const char* op, std::int64_t rows, std::int64_t k, int bits) {
-    if (status == cudaSuccess) return;
-    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (rows=" + std::to_string(rows) +
-                             ", k=" + std::to_string(k) + ", bits=" + std::to_string(bits) + ")");
+void check_rows(cudaError_t status, const char* op, std::int64_t rows, std::int64_t k, int bits) {
+    check(status, op, {{"rows", rows}, {"k", k}, {"bits", bits}});
 }
 
 }  // namespace
@@ -27,7 +21,7 @@ void bind_quantize(pybind11::module_& m) {
         [](std::uintptr_t x, int dtype, std::int64_t row_stride, std::int64_t rows, std::int64_t k,
            std::uintptr_t codes, std::uintptr_t scale, float clip_over_qmax, int bits, bool packed,
            std::uintptr_t stream) {
-            check(quantize_per_token(pointer(x), static_cast<DType>(dtype), row_stride, rows, k, pointer(codes),
+            check_rows(quantize_per_token(pointer(x), static_cast<DType>(dtype), row_stride, rows, k, pointer(codes),
                                      pointer<float>(scale), clip_over_qmax, bits, packed,
                                      pointer<CUstream_st>(stream)),
                   "quantize_per_token", rows, k, bits);
@@ -39,7 +33,7 @@ void bind_quantize(pybind11::module_& m) {
         [](std::uintptr_t x, std::int64_t x_stride, std::uintptr_t residual, std::int64_t residual_stride, int dtype,
            std::int64_t rows, std::int64_t k, float eps, std::uintptr_t codes, std::uintptr_t scale,
            std::uintptr_t sum, float clip_over_qmax, int bits, bool packed, std::uintptr_t stream) {
-            check(add_rms_norm_quantize(pointer(x), x_stride, pointer(residual), residual_stride,
+            check_rows(add_rms_norm_quantize(pointer(x), x_stride, pointer(residual), residual_stride,
                                         static_cast<DType>(dtype), rows, k, eps, pointer(codes), pointer<float>(scale),
                                         pointer(sum), clip_over_qmax, bits, packed, pointer<CUstream_st>(stream)),
                   "add_rms_norm_quantize", rows, k, bits);
@@ -51,7 +45,7 @@ void bind_quantize(pybind11::module_& m) {
         "add_rms_norm",
         [](std::uintptr_t x, std::int64_t x_stride, std::uintptr_t residual, std::int64_t residual_stride, int dtype,
            std::int64_t rows, std::int64_t k, float eps, std::uintptr_t out, std::uintptr_t stream) {
-            check(add_rms_norm(pointer(x), x_stride, pointer(residual), residual_stride, static_cast<DType>(dtype),
+            check_rows(add_rms_norm(pointer(x), x_stride, pointer(residual), residual_stride, static_cast<DType>(dtype),
                                rows, k, eps, pointer(out), pointer<CUstream_st>(stream)),
                   "add_rms_norm", rows, k, 16);
         },

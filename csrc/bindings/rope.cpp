@@ -1,10 +1,8 @@
-#include "rope/rope.h"
-
+// Binds csrc/rope: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
 #include <pybind11/pybind11.h>
 
-#include <cstdint>
-#include <stdexcept>
-#include <string>
+#include "bindings/binding.h"
+#include "rope/rope.h"
 
 namespace quarot {
 
@@ -12,11 +10,11 @@ void bind_rope(pybind11::module_& m) {
   m.def("rope", [](std::uintptr_t qkv, std::uintptr_t cos, std::uintptr_t sin, std::uintptr_t q_norm, std::uintptr_t k_norm,
                    float eps, int64_t tokens, int64_t row_stride, int64_t table_tokens, int heads_q, int heads_kv, int head_dim,
                    int rotary_dim, int type, std::uintptr_t stream) {
-    const RopeParams params{reinterpret_cast<void*>(qkv),
-                            reinterpret_cast<const void*>(cos),
-                            reinterpret_cast<const void*>(sin),
-                            reinterpret_cast<const void*>(q_norm),
-                            reinterpret_cast<const void*>(k_norm),
+    const RopeParams params{pointer(qkv),
+                            pointer(cos),
+                            pointer(sin),
+                            pointer(q_norm),
+                            pointer(k_norm),
                             eps,
                             tokens,
                             row_stride,
@@ -26,12 +24,9 @@ void bind_rope(pybind11::module_& m) {
                             head_dim,
                             rotary_dim,
                             static_cast<RopeType>(type)};
-    const cudaError_t status = rope(params, reinterpret_cast<cudaStream_t>(stream));
-    if (status != cudaSuccess) {
-      throw std::runtime_error("rope: " + std::string(cudaGetErrorString(status)) + " (tokens " + std::to_string(tokens) +
-                               ", heads " + std::to_string(heads_q) + "+" + std::to_string(heads_kv) + ", head_dim " +
-                               std::to_string(head_dim) + ", rotary_dim " + std::to_string(rotary_dim) + ")");
-    }
+    check(rope(params, pointer<CUstream_st>(stream)), "rope",
+          {{"tokens", tokens}, {"query_heads", heads_q}, {"kv_heads", heads_kv}, {"head_dim", head_dim},
+           {"rotary_dim", rotary_dim}});
   });
 }
 

@@ -1,4 +1,4 @@
-// Thread block clusters (Hopper): launch, barrier, and stores into the shared memory of another CTA.
+// Thread block clusters (Hopper): barrier, and stores into the shared memory of another CTA.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -54,25 +54,6 @@ __device__ __forceinline__ void wait_remote(std::uint32_t mbarrier) {
         "@done bra DONE;\nbra WAIT;\nDONE:\n}" ::"r"(mbarrier)
         : "memory");
 #endif
-}
-
-// As launch() of device/launch.cuh, programmatic launch included, with clusters of `cluster` CTAs along x.
-template <typename... Params, typename... Args>
-cudaError_t launch_clusters(void (*kernel)(Params...), int cluster, dim3 grid, dim3 block, std::size_t shared_bytes,
-                            cudaStream_t stream, Args... args) {
-    cudaLaunchAttribute attributes[2]{};
-    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[0].val.programmaticStreamSerializationAllowed = 1;
-    attributes[1].id = cudaLaunchAttributeClusterDimension;
-    attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
-    cudaLaunchConfig_t config{};
-    config.gridDim = grid;
-    config.blockDim = block;
-    config.dynamicSmemBytes = shared_bytes;
-    config.stream = stream;
-    config.attrs = attributes;
-    config.numAttrs = 2;
-    return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
 }  // namespace quarot

@@ -11,6 +11,8 @@
 
 #include <cuda_runtime.h>
 
+#include "device/runtime.h"
+
 namespace quarot {
 
 __device__ __forceinline__ void pdl_wait() {
@@ -25,28 +27,35 @@ __device__ __forceinline__ void pdl_trigger() {
 #endif
 }
 
-// Compute capability as 10 * major + minor of the current device.
-inline int device_capability() {
-    int device = 0, major = 0, minor = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    return 10 * major + minor;
-}
+// A grid, in clusters of `cluster` CTAs along x where that is more than one (Hopper).
+struct Grid {
+    dim3 size;
+    unsigned cluster;
 
+    Grid(dim3 size, int cluster = 1) : size(size), cluster(static_cast<unsigned>(cluster)) {}
+};
+
+// Launches with PDL where the device has it; more than 48 KB of shared memory is asked for first.
 template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
+cudaError_t launch(void (*kernel)(Params...), Grid grid, dim3 block, std::size_t shared_bytes, cudaStream_t stream,
                    Args... args) {
-    cudaLaunchAttribute attribute{};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    const cudaError_t status = allow_shared(reinterpret_cast<const void*>(kernel), shared_bytes);
+    if (status != cudaSuccess) return status;
+    cudaLaunchAttribute attributes[2]{};
     cudaLaunchConfig_t config{};
-    config.gridDim = grid;
+    config.gridDim = grid.size;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = device_capability() >= 90 ? 1 : 0;
+    config.attrs = attributes;
+    if (current_device().capability >= 90) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (grid.cluster > 1) {
+        attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+        attributes[config.numAttrs++].val.clusterDim = {grid.cluster, 1, 1};
+    }
     return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 

@@ -6,8 +6,8 @@
 #include "gemm/sm80/kernels.h"
 #include "gemm/sm90/groups.h"
 #include "gemm/sm90/kernels.h"
-#include "gemm/sm90/ring.h"
 #include "gemm/sm90/split.h"
+#include "gemm/sm90/stream_k.h"
 
 namespace quarot {
 namespace {
@@ -50,26 +50,24 @@ sm80::GemmProblem int4_problem(GemmCall const& call) {
             p.stream};
 }
 
-skinny::DeviceLimits const& current_device() {
-    int device = 0;
-    cudaGetDevice(&device);
-    return skinny::device_limits(device);
-}
-
 }  // namespace
 
 GemmChoice gemm_choice(GemmCall const& call) {
-    skinny::DeviceLimits const& device = current_device();
+    Device const& device = current_device();
     SkinnyProblem const& p = call.problem;
     return choose_gemm({p.m, p.n, p.k, p.format == WeightFormat::kInt4Tiles, p.group_size, call.packed_activations,
-                        p.type == OutputType::kFloat32, p.ldd % 8 == 0, device.capability, device.sm_count});
+                        p.type == OutputType::kFloat32, p.ldd % 8 == 0, device.capability, device.multiprocessors});
 }
 
 GemmScratch gemm_scratch(GemmCall const& call, GemmChoice const& choice) {
     if (choice.kernel == GemmKernel::kSplit) {
-        sm90::GemmProblem const p = hopper_problem(call, current_device().sm_count);
+        sm90::GemmProblem const p = hopper_problem(call, current_device().multiprocessors);
         std::size_t const tiles = sm90::split_tiles(p, choice.a, choice.b);
         return {sm90::split_workspace(p, choice.a, choice.b, choice.c), choice.c > 1 ? 2 * tiles : 0};
+    }
+    if (choice.kernel == GemmKernel::kWide && choice.c == 1) {
+        sm90::GemmProblem const p = hopper_problem(call, current_device().multiprocessors);
+        return {sm90::w4a8_128x128_stream_k_workspace(p)};
     }
     if (choice.kernel != GemmKernel::kInt4Cores) return {};
     sm80::GemmProblem const p = int4_problem(call);
@@ -95,27 +93,26 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
         case GemmKernel::kTile:
             return int4 ? tile_int4(p) : cudaErrorInvalidValue;
         case GemmKernel::kWide: {
-            skinny::DeviceLimits const& device = current_device();
+            Device const& device = current_device();
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
-            sm90::GemmProblem const problem = hopper_problem(call, device.sm_count);
+            sm90::GemmProblem const problem = hopper_problem(call, device.multiprocessors);
             if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
+            if (choice.c) return sm90::w4a8_128x128_stream_k(problem);
             return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
         }
         case GemmKernel::kSplit: {
-            skinny::DeviceLimits const& device = current_device();
-            if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
-            if (choice.a != 64 || choice.b != 64) return cudaErrorInvalidValue;
-            return sm90::w4a8_64x64_split({hopper_problem(call, device.sm_count), choice.c, call.counters});
-        }
-        case GemmKernel::kRing: {
-            skinny::DeviceLimits const& device = current_device();
-            if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
-            return sm90::w4a8_ring(hopper_problem(call, device.sm_count), choice.a, choice.b);
+            Device const& device = current_device();
+            if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
+            sm90::SplitProblem const problem{hopper_problem(call, device.multiprocessors), choice.c, call.counters};
+            if (!int4 && choice.b > 64) return cudaErrorInvalidValue;
+            if (!int4) return choice.a <= 64 ? sm90::w8a8_64x64_split(problem) : sm90::w8a8_128x64_split(problem);
+            if (choice.a <= 64) return sm90::w4a8_64x64_split(problem);
+            return choice.b <= 64 ? sm90::w4a8_128x64_split(problem) : sm90::w4a8_128x128_split(problem);
         }
         case GemmKernel::kWideGroups: {
-            skinny::DeviceLimits const& device = current_device();
+            Device const& device = current_device();
             if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
-            return sm90::w4a8_groups(hopper_problem(call, device.sm_count), p.group_size, choice.a, choice.b);
+            return sm90::w4a8_groups(hopper_problem(call, device.multiprocessors), p.group_size, choice.a, choice.b);
         }
         case GemmKernel::kInt4Cores: {
             if (!sixteen_bit || !vector_rows || p.n % 8 != 0) return cudaErrorInvalidValue;

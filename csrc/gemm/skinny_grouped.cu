@@ -152,10 +152,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) grouped_kernel(SkinnyProblem co
 template <class Weights, int TOKEN_TILES>
 cudaError_t run_grouped(SkinnyProblem const& p) {
     constexpr int kTokens = TOKEN_TILES * 8, kWarps = 16;
-    int device = 0;
-    cudaError_t const error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    DeviceLimits const& limits = device_limits(device);
+    Device const& device = current_device();
     GroupGeometry g;
     int const strips = (p.n + 15) / 16;
     int const acc_bytes = kTokens * kAccStride * 4, total_bytes = kTokens * 16 * 4;
@@ -167,9 +164,9 @@ cudaError_t run_grouped(SkinnyProblem const& p) {
     };
     // Two blocks an SM if a useful share of the groups fits, else one; then as many strips a block as an even split
     // gives.
-    int const half = limits.shared_per_sm / 2 - 1024;
-    int const budget = bytes(1, std::min(p.groups, 8)) <= half ? half : limits.shared_per_block;
-    int owners = std::min(strips, limits.sm_count * (budget == half ? 2 : 1));
+    int const half = device.shared_per_multiprocessor / 2 - 1024;
+    int const budget = bytes(1, std::min(p.groups, 8)) <= half ? half : device.shared_per_block;
+    int owners = std::min(strips, device.multiprocessors * (budget == half ? 2 : 1));
     while ((strips + owners - 1) / owners > 1 && bytes((strips + owners - 1) / owners, std::min(p.groups, 8)) > budget)
         owners = std::min(strips, owners * 2);
     g.strips_max = (strips + owners - 1) / owners;
@@ -179,10 +176,8 @@ cudaError_t run_grouped(SkinnyProblem const& p) {
         g.phase_groups = (g.phase_groups + 1) / 2;
     if (bytes(g.strips_max, g.phase_groups) > budget) return cudaErrorInvalidValue;
     g.row_bytes = Weights::kRowPad((g.phase_groups * p.group_size + 63) / 64 * 64);
-    SkinnyProblem problem = p;
-    void* arguments[] = {&problem, &g};
-    return launch(grouped_kernel<Weights, TOKEN_TILES, kWarps>, arguments, dim3(owners, (p.m + kTokens - 1) / kTokens),
-                  kWarps * 32, bytes(g.strips_max, g.phase_groups), limits.capability >= 90, p.stream);
+    return launch(grouped_kernel<Weights, TOKEN_TILES, kWarps>, dim3(owners, (p.m + kTokens - 1) / kTokens), kWarps * 32,
+                  bytes(g.strips_max, g.phase_groups), p.stream, p, g);
 }
 
 }  // namespace
@@ -193,7 +188,7 @@ cudaError_t skinny_grouped(SkinnyProblem const& p) {
     if (p.m > 8) {
         cudaError_t const error =
             int4 ? skinny::run_grouped<skinny::Int4Tiles, 4>(p) : skinny::run_grouped<skinny::Int8Rows, 4>(p);
-        if (error != cudaErrorInvalidValue) return error;  // else one group of 32 tokens does not fit in shared memory
+        if (succeeded(error) || error != cudaErrorInvalidValue) return error;  // else one group of 32 tokens does not fit in shared memory
     }
     return int4 ? skinny::run_grouped<skinny::Int4Tiles, 1>(p) : skinny::run_grouped<skinny::Int8Rows, 1>(p);
 }

@@ -173,17 +173,11 @@ __global__ void __launch_bounds__(kThreads, 1) tile_kernel(SkinnyProblem const p
 
 template <bool GROUPED>
 cudaError_t run_tile(SkinnyProblem const& p) {
-    int device = 0;
-    cudaError_t const error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
     TileGeometry g;
     g.channel_tiles = (p.n + kTileChannels - 1) / kTileChannels;
     g.token_tiles = (p.m + kTileTokens - 1) / kTileTokens;
     g.token_group = std::min(8, g.token_tiles);
-    SkinnyProblem problem = p;
-    void* arguments[] = {&problem, &g};
-    return launch(tile_kernel<GROUPED>, arguments, dim3(g.channel_tiles * g.token_tiles), kThreads, kSharedBytes,
-                  device_limits(device).capability >= 90, p.stream);
+    return launch(tile_kernel<GROUPED>, dim3(g.channel_tiles * g.token_tiles), kThreads, kSharedBytes, p.stream, p, g);
 }
 
 }  // namespace

@@ -279,10 +279,7 @@ cudaError_t launch_units(Kernel kernel, Args& a, const HadamardInput& input, int
     const HadamardShape& s = input.shape;
     const std::int64_t width = input.dtype == DType::kFloat32 ? 4 : 2;
     if (input.rows < 1 || input.rows > 0x7fffffff || s.width() > (1 << 24)) return cudaErrorInvalidValue;
-    int device = 0, shared_limit = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&shared_limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    shared_limit -= 1024;
+    const int shared_limit = current_device().shared_per_block - 1024;
     a.x = input.x, a.row_stride = input.row_stride, a.signs = input.signs;
     a.width = static_cast<int>(s.width()), a.order = static_cast<int>(s.order), a.inner = static_cast<int>(s.inner);
     a.blocks = static_cast<int>(s.blocks);
@@ -299,11 +296,6 @@ cudaError_t launch_units(Kernel kernel, Args& a, const HadamardInput& input, int
     }
     a.aligned = reinterpret_cast<std::uintptr_t>(a.x) % 16 == 0 && a.width % 8 == 0 &&
                 (input.rows == 1 || a.row_stride * width % 16 == 0);
-    if (bytes > 48 * 1024) {
-        const cudaError_t status =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-        if (status != cudaSuccess) return status;
-    }
     const std::int64_t unit = static_cast<std::int64_t>(a.order) * a.columns;
     const int threads = unit <= 1024 ? 64 : unit <= 4096 ? 128 : unit <= 16384 ? 256 : kMaxThreads;
     const dim3 grid(static_cast<unsigned>(input.rows), grid_y_units ? a.blocks * a.slices : 1);

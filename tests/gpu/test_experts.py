@@ -9,11 +9,14 @@ from typing import Any
 import pytest
 import torch
 
+import quarot
 from quarot.architectures import linear_modules
 from quarot.nn.expert_list import ExpertList
 from quarot.nn.quant_linear import QuantLinear
+from quarot.ops.expert_sum import expert_sum
 from quarot.quantization.quantize_model import quantize_model
 from quarot.rotation.rotate import rotate_model
+from quarot.runtime import fused_decoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -45,6 +48,81 @@ def test_experts_are_those_of_the_cpu(
         error = (found.cpu().float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
         assert error.median() < 0.01
         assert error.max() < 0.2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_one_gemm_for_all_experts_gives_the_bits_of_the_loop(
+    dtype: torch.dtype, tiny_model: Callable[..., Any]
+) -> None:
+    """Whatever the number of tokens; recorded, where the host cannot look, and compiled in one piece."""
+    model = tiny_model("mixtral", dtype=dtype)
+    rotate_model(model, progress=False)
+    experts = _lists(quantize_model(model, w_method="rtn", progress=False).cuda())[0]
+    for tokens in (1, 3, 16, 128, 200, 300):
+        index = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)]).cuda()
+        x, share = torch.randn(tokens, 128, dtype=dtype, device="cuda"), torch.rand(tokens, 2, device="cuda")
+        codes, scale = experts.gate_up[0].quantize_input(x)
+        loop = expert_sum(experts._run_loop(codes, scale, index, dtype), share)
+        assert torch.equal(expert_sum(experts._run_stacked(codes, scale, index, dtype), share), loop)
+        assert torch.equal(experts(x, index, share), loop)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            recorded = experts(x, index, share)
+        index.copy_(index.flip(0).roll(1, 1))
+        recorded.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(recorded, experts(x, index, share))
+    with torch.no_grad():
+        few = (x[:3], index[:3], share[:3])
+        assert torch.equal(torch.compile(experts, fullgraph=True, backend="eager")(*few), experts(*few))
+
+
+def test_a_moved_model_joins_its_experts_again(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("qwen3_moe", dtype=torch.float16)
+    rotate_model(model, progress=False)
+    experts = _lists(quantize_model(model, w_method="rtn", progress=False).cuda())[0]
+    arguments = torch.randn(3, 128, device="cuda").half(), torch.tensor([[0, 2]] * 3).cuda(), torch.rand(3, 2).cuda()
+    expected, stored = experts(*arguments), {n: t.clone() for n, t in experts.state_dict().items()}
+    joint = experts.gate_up[0].joint
+    assert joint is not None and all(m.joint is joint for m in experts.gate_up)
+    twin = copy.deepcopy(experts)
+    for other in (twin, experts.cpu().cuda()):
+        assert torch.equal(other(*arguments), expected)
+        assert other.gate_up[3].joint.qweight.data_ptr() != joint.qweight.data_ptr()
+    for name, tensor in experts.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
+    changed = {n: (t * 2 if n.endswith("scale") else t) for n, t in stored.items()}
+    experts.load_state_dict(changed)
+    assert not torch.equal(experts(*arguments), expected)
+    experts.load_state_dict(stored, assign=True)
+    assert torch.equal(experts(*arguments), expected)
+
+
+def test_generate_records_a_mixture_of_experts(moe_family: str, tiny_model: Callable[..., Any]) -> None:
+    """The tokens of the same step unrecorded."""
+    model = tiny_model(moe_family, dtype=torch.float16)
+    rotate_model(model, progress=False)
+    model = quantize_model(model, w_method="rtn", a_bits=8, progress=False).cuda()
+    for batch in (1, 3, 140):  # 140 rows of 2 experts take two launches
+        prompt = torch.randint(3, 24, (batch, 9), generator=torch.Generator().manual_seed(3)).cuda()
+        recorded = quarot.generate(model, prompt, max_new_tokens=12, eos_token_id=())
+        assert model.model.quarot_fused.session.graphs
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("QUAROT_CUDA_GRAPHS", "0")
+            assert torch.equal(quarot.generate(model, prompt, max_new_tokens=12, eos_token_id=()), recorded)
+
+
+@torch.no_grad()
+def test_fused_experts_are_the_models_own(moe_family: str, tiny_model: Callable[..., Any]) -> None:
+    """In fp32: half precision rounds the norm in one of them, and codes differ all over."""
+    model = tiny_model(moe_family, dtype=torch.float32)
+    rotate_model(model, progress=False)
+    model = quantize_model(model, w_method="rtn", a_bits=8, progress=False).cuda()
+    fused = model(WINDOWS.cuda(), use_cache=False).logits
+    fused_decoder.uninstall(model)
+    own = model(WINDOWS.cuda(), use_cache=False).logits
+    error = (fused - own).norm(dim=-1) / own.norm(dim=-1)
+    assert error.median() < 0.01  # a code on a rounding edge, or a choice of experts, may flip
 
 
 def test_gptq_of_experts_is_that_of_the_cpu(tiny_model: Callable[..., Any]) -> None:

@@ -7,11 +7,12 @@
 #pragma once
 
 #include "gemm/sm90/split.h"
-#include "gemm/sm90/w4a8_rs.h"
 
 #include "cute/tensor.hpp"
 #include "cutlass/arch/barrier.h"
 #include "cutlass/cutlass.h"
+#include "cutlass/gemm/device/gemm_universal_adapter.h"
+#include "cutlass/gemm/kernel/gemm_universal.hpp"
 
 #include <cstdint>
 
@@ -139,7 +140,7 @@ private:
     SplitWorkspace split_;
 };
 
-/// The kernel of `Whole` (a W4A8) with K cut; BLOCKS of it have to fit the registers of an SM.
+/// The kernel of `Whole` (a W4A8 or W8A8) with K cut; BLOCKS of it have to fit the registers of an SM.
 template <class Whole, int BLOCKS>
 struct SplitK {
     using Epilogue = SplitKEpilogue<typename Whole::Epilogue>;
@@ -157,13 +158,7 @@ struct SplitK {
         args.problem_shape = cute::make_shape(p.whole.n, p.whole.m, k, p.parts);
         args.mainloop = whole.mainloop;
         cute::get<2>(args.mainloop.dB) = k;
-        auto const shape = whole.mainloop.dA.shape();
-        auto const stride = whole.mainloop.dA.stride();
-        int const atoms = k / 32;  // of 512 elements, one after another along K
-        args.mainloop.dA = cute::make_layout(
-            cute::replace<2>(cute::replace<1>(shape, cute::replace<1>(cute::get<1>(shape), atoms)),
-                             cute::replace<1>(cute::get<2>(shape), p.parts)),
-            cute::replace<2>(stride, cute::replace<1>(cute::get<2>(stride), atoms * 512)));
+        args.mainloop.dA = Whole::cut(whole.mainloop.dA, k, p.parts);
         static_cast<typename Whole::Epilogue::Arguments&>(args.epilogue) = whole.epilogue;
         args.epilogue.split = {static_cast<int4*>(p.whole.workspace), p.counters};
         args.hw_info = whole.hw_info;

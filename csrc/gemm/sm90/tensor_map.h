@@ -7,6 +7,8 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "device/runtime.h"
+
 namespace quarot::sm90 {
 
 struct MapDimension {
@@ -22,12 +24,13 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, v
     static auto const encode = [] {
         void* function = nullptr;
         cudaDriverEntryPointQueryResult found{};
+        char const* name = "cuTensorMapEncodeTiled";
 #if CUDART_VERSION >= 13000
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+        bool const asked = succeeded(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found));
 #else
-        cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+        bool const asked = succeeded(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found));
 #endif
-        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+        return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(asked ? function : nullptr);
     }();
     if (encode == nullptr) return cudaErrorNotSupported;
     cuuint64_t sizes[5], strides[5];
@@ -43,11 +46,6 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, v
                                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
-/// Asks for the map itself, which the first copy would wait for.
-__device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 /// A box at (x, y) to shared memory; it counts as its bytes on `barrier`.

@@ -1,5 +1,6 @@
 // 64 channels x 64 tokens, two blocks an SM, K cut among the blocks of a tile.
-#include "gemm/sm90/split_k.h"
+#include "gemm/sm90/w4a8_rs.h"
+#include "gemm/sm90/split_k.h"  // behind the above, which says how CUTLASS is configured
 
 namespace quarot::sm90 {
 namespace {

@@ -79,6 +79,17 @@ struct W4A8 {
         set_scheduler<TileShape>(args, p);
         return args;
     }
+
+    /// Where the weights of `parts` parts of K are, `k` columns each.
+    static LayoutWeight cut(LayoutWeight const& whole, int k, int parts) {
+        auto const shape = whole.shape();
+        auto const stride = whole.stride();
+        int const atoms = k / 32;  // of 512 elements, one after another along K
+        return cute::make_layout(
+            cute::replace<2>(cute::replace<1>(shape, cute::replace<1>(cute::get<1>(shape), atoms)),
+                             cute::replace<1>(cute::get<2>(shape), parts)),
+            cute::replace<2>(stride, cute::replace<1>(cute::get<2>(stride), atoms * 512)));
+    }
 };
 
 }  // namespace quarot::sm90

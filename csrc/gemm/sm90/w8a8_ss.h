@@ -6,6 +6,7 @@
 
 #include "gemm/dequant_epilogue.h"
 #include "gemm/sm90/launch.h"
+#include "gemm/sm90/mainloop.h"
 
 #include "cute/tensor.hpp"
 #include "cutlass/epilogue/collective/collective_builder.hpp"
@@ -17,7 +18,8 @@
 
 namespace quarot::sm90 {
 
-template <class TileShape, class KernelSchedule, class EpilogueSchedule>
+/// RESERVED: bytes of shared memory left to a second block of the SM (fewer pipeline stages).
+template <class TileShape, class KernelSchedule, class EpilogueSchedule, class Scheduler = void, int RESERVED = 0>
 struct W8A8 {
     using Element16 = cutlass::half_t;  // a 16-bit container: see Dequant16
     using ClusterShape = cute::Shape<cute::_1, cute::_1, cute::_1>;
@@ -33,12 +35,13 @@ struct W8A8 {
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, TileShape, ClusterShape,
         cutlass::epilogue::collective::EpilogueTileAuto, int32_t, float, void, cutlass::layout::ColumnMajor, 8,
         Element16, cutlass::layout::ColumnMajor, 8, EpilogueSchedule, Fusion>::CollectiveOp;
-    using Mainloop = typename cutlass::gemm::collective::CollectiveBuilder<
+    using Mainloop = ReadableTokens<typename cutlass::gemm::collective::CollectiveBuilder<
         cutlass::arch::Sm90, cutlass::arch::OpClassTensorOp, int8_t, cutlass::layout::RowMajor, 16, int8_t,
         cutlass::layout::ColumnMajor, 16, int32_t, TileShape, ClusterShape,
-        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage))>,
-        KernelSchedule>::CollectiveOp;
-    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue>;
+        cutlass::gemm::collective::StageCountAutoCarveout<static_cast<int>(sizeof(typename Epilogue::SharedStorage)) +
+                                                          RESERVED>,
+        KernelSchedule>::CollectiveOp>;
+    using Kernel = cutlass::gemm::kernel::GemmUniversal<cute::Shape<int, int, int, int>, Mainloop, Epilogue, Scheduler>;
     using Gemm = cutlass::gemm::device::GemmUniversalAdapter<Kernel>;
 
     static typename Gemm::Arguments arguments(GemmProblem const& p) {
@@ -48,10 +51,18 @@ struct W8A8 {
         args.mainloop.ptr_A = static_cast<int8_t const*>(p.weight);
         args.mainloop.dA = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
         args.mainloop.ptr_B = static_cast<int8_t const*>(p.codes);
+        args.mainloop.tokens = readable_tokens(p, cute::size<1>(TileShape{}));
         args.mainloop.dB = cute::make_stride(int64_t(p.k), cute::_1{}, int64_t(0));
         set_epilogue(args.epilogue, p, 1.0f);
         set_scheduler<TileShape>(args, p);
         return args;
+    }
+
+    /// Where the weights of `parts` parts of K are, `k` columns each.
+    template <class Stride>
+    static Stride cut(Stride whole, int k, int) {
+        cute::get<2>(whole) = k;
+        return whole;
     }
 };
 

@@ -1,31 +1,18 @@
 // Launching the transform in one of its shapes. Each shape is instantiated in a file of its own (shape_*.cu).
 #pragma once
 
-#include <atomic>
-
 #include "hadamard/sm90/transform.cuh"
 
 namespace quarot::sm90 {
 
 template <class S, bool kSilu, bool kCodes, typename Element>
 cudaError_t launch_kernel(const TransformArgs& args, cudaStream_t stream) {
-    const auto kernel = transform_kernel<S, kSilu, kCodes, Element>;
-    int device = 0, processors = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    // More than 48 KB of shared memory has to be allowed once per device.
-    static std::atomic<std::uint64_t> allowed{0};
-    if (device >= 64 || !(allowed.load() >> device & 1)) {
-        const cudaError_t status =
-            cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
-        if (status != cudaSuccess) return status;
-        if (device < 64) allowed.fetch_or(std::uint64_t{1} << device);
-    }
+    const int processors = current_device().multiprocessors;
     // A row for each SM or fewer: one group each. The block is then small enough to start, and to fetch its table, beside
     // a GEMM that is still running.
     const int groups = args.rows <= processors ? 1 : S::NG;
-    return launch(kernel, dim3(args.rows < processors ? args.rows : processors), dim3(groups * S::kGroupThreads),
-                  S::kTableBytes + groups * (S::kXBytes + S::kRingBytes), stream, args);
+    return launch(transform_kernel<S, kSilu, kCodes, Element>, dim3(args.rows < processors ? args.rows : processors),
+                  dim3(groups * S::kGroupThreads), S::kTableBytes + groups * (S::kXBytes + S::kRingBytes), stream, args);
 }
 
 template <class S>
