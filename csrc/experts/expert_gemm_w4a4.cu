@@ -3,6 +3,7 @@
 // Rows of one expert, up to 8 (16) of them, make a job: they share one read of the expert's weights. Every block finds
 // the jobs by itself (a few hundred clocks, and no kernel in between), takes an equal share of all jobs' strips of 16
 // channels, and cuts it into items of one strip and UNITS * 64 of K, of which each warp streams a consecutive run.
+// spills: two words on sm_86 and sm_89, where 16 warps twice an SM leave 64 registers; fewer warps are slower.
 #include "experts/expert_gemm_w4a4.h"
 
 #include "gemm/skinny_launch.cuh"
