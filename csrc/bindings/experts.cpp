@@ -1,25 +1,12 @@
 // Binds csrc/experts: pointers and the stream arrive as integers, a failed launch becomes a RuntimeError.
 #include <pybind11/pybind11.h>
 
-#include <string>
-
+#include "bindings/binding.h"
 #include "experts/expert_gemm_w4a4.h"
 #include "experts/expert_route.h"
 #include "experts/expert_sum.h"
 
 namespace quarot {
-namespace {
-
-template <typename T = void>
-T* pointer(std::uintptr_t address) { return reinterpret_cast<T*>(address); }
-
-void check(cudaError_t status, const char* op, int rows, int fan, int width) {
-    if (status == cudaSuccess) return;
-    throw std::runtime_error(std::string(op) + ": " + cudaGetErrorString(status) + " (rows=" + std::to_string(rows) +
-                             ", experts a token=" + std::to_string(fan) + ", width=" + std::to_string(width) + ")");
-}
-
-}  // namespace
 
 void bind_experts(pybind11::module_& m) {
     namespace py = pybind11;
@@ -31,7 +18,8 @@ void bind_experts(pybind11::module_& m) {
             const ExpertProblem problem{pointer(codes), pointer<float>(row_scale), pointer<std::int64_t>(expert),
                                         pointer(weight), pointer<float>(weight_scale), pointer(out), rows, fan, experts,
                                         n, k, static_cast<OutputType>(out_type), pointer<CUstream_st>(stream)};
-            check(expert_gemm_w4a4(problem), "expert_gemm_w4a4", rows, fan, n);
+            check(expert_gemm_w4a4(problem), "expert_gemm_w4a4",
+                  {{"rows", rows}, {"fan", fan}, {"experts", experts}, {"n", n}, {"k", k}});
         },
         py::arg("codes"), py::arg("row_scale"), py::arg("expert"), py::arg("weight"), py::arg("weight_scale"),
         py::arg("out"), py::arg("rows"), py::arg("fan"), py::arg("experts"), py::arg("n"), py::arg("k"),
@@ -43,7 +31,7 @@ void bind_experts(pybind11::module_& m) {
             check(expert_route(pointer(logits), static_cast<DType>(dtype), rows, experts, top_k, normalize,
                                pointer(weight), static_cast<DType>(weight_dtype), pointer<std::int64_t>(expert),
                                pointer<CUstream_st>(stream)),
-                  "expert_route", rows, top_k, experts);
+                  "expert_route", {{"rows", rows}, {"experts", experts}, {"top_k", top_k}});
         },
         py::arg("logits"), py::arg("dtype"), py::arg("rows"), py::arg("experts"), py::arg("top_k"),
         py::arg("normalize"), py::arg("weight"), py::arg("weight_dtype"), py::arg("expert"), py::arg("stream"));
@@ -53,7 +41,7 @@ void bind_experts(pybind11::module_& m) {
            std::uintptr_t out, std::uintptr_t stream) {
             check(expert_sum(pointer(x), static_cast<DType>(dtype), pointer(weight), static_cast<DType>(weight_dtype),
                              tokens, fan, n, pointer(out), pointer<CUstream_st>(stream)),
-                  "expert_sum", tokens, fan, n);
+                  "expert_sum", {{"tokens", tokens}, {"fan", fan}, {"n", n}});
         },
         py::arg("x"), py::arg("dtype"), py::arg("weight"), py::arg("weight_dtype"), py::arg("tokens"), py::arg("fan"),
         py::arg("n"), py::arg("out"), py::arg("stream"));

@@ -209,24 +209,19 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 template <int TILES, int UNITS, int WARPS, int BLOCKS>
 cudaError_t run(ExpertProblem const& p) {
     constexpr int kTokens = TILES * 8;
-    int device = 0;
-    cudaError_t const error = cudaGetDevice(&device);
-    if (error != cudaSuccess) return error;
-    DeviceLimits const& limits = device_limits(device);
+    Device const& device = current_device();
     ExpertGeometry g;
     int const used = std::min(p.experts, p.rows);
     g.jobs_max = std::min(p.rows, (p.rows + used * (kTokens - 1)) / kTokens);
     int const strips = g.jobs_max * (p.n / 16), strip_bytes = kTokens * kAccStride * 4 + 64;
     int const table_bytes = sizeof(Jobs<kTokens>);
-    int const budget = std::min(limits.shared_per_block, limits.shared_per_sm / BLOCKS - 1024) - table_bytes;
-    int blocks = std::min(strips, limits.sm_count * BLOCKS);
+    int const budget = std::min(device.shared_per_block, device.shared_per_multiprocessor / BLOCKS - 1024) - table_bytes;
+    int blocks = std::min(strips, device.multiprocessors * BLOCKS);
     // Where the sums of a block's strips do not fit in shared memory, more blocks run as further waves.
     while (blocks < strips && (strips + blocks - 1) / blocks * strip_bytes > budget) blocks = std::min(strips, 2 * blocks);
     g.strips_max = (strips + blocks - 1) / blocks;
-    ExpertProblem problem = p;
-    void* arguments[] = {&problem, &g};
-    return launch(expert_gemm_kernel<TILES, UNITS, WARPS, BLOCKS>, arguments, dim3(blocks), WARPS * 32,
-                  g.strips_max * strip_bytes + table_bytes, limits.capability >= 90, p.stream);
+    return launch(expert_gemm_kernel<TILES, UNITS, WARPS, BLOCKS>, dim3(blocks), WARPS * 32,
+                  g.strips_max * strip_bytes + table_bytes, p.stream, p, g);
 }
 
 }  // namespace
