@@ -1,8 +1,8 @@
 """Runs one nvcc compile and refuses objects that would be slow without anyone noticing.
 
-ptxas messages C7510, C7512 and C7514 mean that wgmma instructions were serialised (a Hopper GEMM several times slower):
-always an error. Register spills are an error under ``--strict`` and a warning otherwise, except in a file that says
-``// spills: <reason>``; a user's newer nvcc may allocate differently, and a working install beats none.
+ptxas messages C7510, C7512, C7513 and C7514 mean that wgmma instructions were serialised (a Hopper GEMM several times
+slower): always an error. Register spills are an error under ``--strict`` and a warning otherwise, except in a file that
+says ``// spills: <reason>``; a user's newer nvcc may allocate differently, and a working install beats none.
 
 Usage: python checked_nvcc.py [--strict] SOURCE OBJECT nvcc ARGUMENTS...
 """
@@ -14,7 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_SERIALISED = re.compile(r"\bC75(?:10|12|14)\b")
+_SERIALISED = re.compile(r"\bC75(?:10|12|13|14)\b")
 _FUNCTION = re.compile(r"Function properties for (\S+)")
 _SPILL = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _RESOURCE_LINE = re.compile(r"ptxas info|bytes stack frame|Function properties|^\s*$|Compiling entry function")

@@ -87,7 +87,7 @@ def compile_with(tmp_path, log, *, strict=False, source="int x;", status=0):
     return checked_nvcc.main([*flags, str(unit), str(target), sys.executable, str(compiler)]), target.exists()
 
 
-@pytest.mark.parametrize(("kind", "code"), [("warning", "C7510"), ("info   ", "C7514")])
+@pytest.mark.parametrize(("kind", "code"), [("warning", "C7510"), ("info   ", "C7513"), ("info   ", "C7514")])
 def test_serialised_wgmma_fails_and_leaves_no_object(tmp_path, capsys, kind, code):
     log = f"ptxas {kind} : ({code}) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
     assert compile_with(tmp_path, log) == (1, False)
