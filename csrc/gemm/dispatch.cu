@@ -1,6 +1,8 @@
 // The choice of kernel by size. Every number was measured on an H200 (NOTES.md, "Dispatch") unless it says otherwise.
 #include "gemm/dispatch.h"
 
+#include "gemm/sm90/ring.h"
+
 namespace quarot {
 namespace {
 
@@ -18,49 +20,71 @@ GemmChoice skinny_choice(GemmSize const& s) {
     return {GemmKernel::kSkinny, 32, small_shared ? 8 : 16, 1};
 }
 
-/// A Hopper tile and what it costs, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K of a
+/// A CUTLASS tile and what it costs, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K of a
 /// block / 4096); `half` and `half_depth` for a last wave with one block an SM where two fit; `meeting` where blocks
 /// share a tile. Least squares over `python -m benchmarks.gemm_candidates` (NOTES.md, "Dispatch"), but for int8 weights and
 /// more than 256 tokens, which are fitted by hand.
 struct WideTile {
     int weight_bits;
     int channels, tokens;
-    int resident;  ///< blocks an SM holds
-    bool stream_k;
-    int most_parts;   ///< of K
-    int most_tokens;  ///< M up to which it was measured
+    int resident;                 ///< blocks an SM holds
+    int least_parts, most_parts;  ///< of K
+    int most_tokens;              ///< M up to which it was measured
     double fixed, wave, wave_depth, half = 0.0, half_depth = 0.0, meeting = 0.0;
     int least_tokens = 0;  ///< and from which on
 };
 
 constexpr int kAny = 4096;  // above, the largest tile: fewest reads of the operands
 constexpr WideTile kWideTiles[] = {
-    {4, 128, 128, 1, false, 1, kAny, 1.31, 1.20, 10.66},
-    {4, 128, 256, 1, false, 1, kAny, 0.00, 3.27, 21.24},
-    {4, 128, 128, 1, true, 1, 512, 12.18, 0.69, 10.17},
-    {4, 64, 64, 2, false, 4, 256, 0.00, 2.79, 7.92, 2.76, 5.04, 3.32},
-    {4, 128, 64, 2, false, 4, 1024, 0.00, 4.04, 12.51, 3.32, 7.60, 3.83},
-    {4, 128, 128, 1, false, 4, 256, 0.16, 3.45, 9.80, 0.00, 0.00, 4.85},
-    {8, 64, 64, 2, false, 2, 256, 0.00, 2.58, 11.70, 2.11, 7.59, 4.09},
-    {8, 128, 64, 2, false, 2, 64, 0.00, 2.68, 26.36, 2.71, 15.02, 3.59},
-    {8, 128, 128, 1, false, 1, 256, 2.31, 2.65, 10.49, 0.00, 0.00, 0.00, 65},
-    {8, 128, 128, 1, false, 1, kAny, 2.30, 0.00, 11.35, 0.00, 0.00, 0.00, 257},
-    {8, 128, 256, 1, false, 1, kAny, 2.30, 0.00, 22.00, 0.00, 0.00, 0.00, 65},
+    {4, 128, 128, 1, 1, 1, kAny, 1.31, 1.20, 10.66},
+    {4, 128, 256, 1, 1, 1, kAny, 0.00, 3.27, 21.24},
+    {4, 64, 64, 2, 2, 4, 256, 5.40, 1.30, 8.20, 0.00, 5.47, 0.00},
+    {8, 64, 64, 2, 1, 2, 256, 0.00, 2.58, 11.70, 2.11, 7.59, 4.09},
+    {8, 128, 64, 2, 1, 2, 64, 0.00, 2.68, 26.36, 2.71, 15.02, 3.59},
+    {8, 128, 128, 1, 1, 1, 256, 2.31, 2.65, 10.49, 0.00, 0.00, 0.00, 65},
+    {8, 128, 128, 1, 1, 1, kAny, 2.30, 0.00, 11.35, 0.00, 0.00, 0.00, 257},
+    {8, 128, 256, 1, 1, 1, kAny, 2.30, 0.00, 22.00, 0.00, 0.00, 0.00, 65},
+};
+
+/// A tile of the ring kernel, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K / 4096) + for
+/// each strip of 64 channels that the block with the most of them has in all `strip_depth` * (K / 4096). As fitted above.
+struct RingTile {
+    int channels, tokens;
+    double fixed, wave, wave_depth, strip_depth;
+};
+
+constexpr int kMostRingTokens = 1024;  // above, it takes as long as CUTLASS's tiles in turns and was not timed sustained
+constexpr RingTile kRingTiles[] = {
+    {64, 64, 1.27, 1.02, 3.57, 0.00},  {128, 64, 1.60, 0.96, 2.44, 1.79},  {192, 64, 1.71, 0.86, 2.45, 1.96},
+    {320, 64, 2.17, 0.53, 2.88, 2.17}, {384, 64, 1.88, 0.80, 3.90, 2.07},  {64, 128, 1.49, 0.72, 5.55, 0.00},
+    {128, 128, 1.57, 0.44, 0.98, 5.06}, {192, 128, 1.78, 0.34, 1.15, 5.09},
 };
 
 constexpr double kNever = 1e30;
 
 double predicted(GemmSize const& s, WideTile const& t, int parts) {
     int const blocks = ceil_div(s.n, t.channels) * ceil_div(s.m, t.tokens) * parts, slots = s.sm_count * t.resident;
-    // Blocks that meet have to run at once to be worth it; Stream-K is for a few tiles too many.
+    // Blocks that meet have to run at once to be worth it.
     if (s.k % (32 * parts) != 0 || (parts > 1 && blocks > slots)) return kNever;
-    if (t.stream_k && (blocks <= slots || 4 * blocks > 5 * slots)) return kNever;
     double const depth = double(s.k) / parts / 4096;
     int const rest = blocks % slots;
     bool const half = t.resident == 2 && rest > 0 && rest <= s.sm_count;
-    double const waves = t.stream_k ? double(blocks) / slots : blocks / slots + (rest > 0 && !half);
+    int const waves = blocks / slots + (rest > 0 && !half);
     return t.fixed + waves * (t.wave + t.wave_depth * depth) + (half ? t.half + t.half_depth * depth : 0.0) +
            (parts > 1 ? t.meeting : 0.0);
+}
+
+double predicted(GemmSize const& s, RingTile const& t) {
+    // The copy engine is slow at rows that do not exist: no 128 tokens where 64 are enough at the end, and make a difference.
+    if (s.m > kMostRingTokens || (t.tokens == 128 && s.m <= 512 && (s.m - 1) % 128 < 64)) return kNever;
+    sm90::RingGrid const grid = sm90::ring_grid(s.m, s.n, t.channels, t.tokens, s.sm_count);
+    if (grid.waves > 7) return kNever;  // CUTLASS's tiles hide their epilogues
+    int strips = 0;                     // of the first block
+    for (int wave = 0; wave < grid.waves; ++wave) {
+        int const channel_tile = wave * s.sm_count / grid.token_tiles;
+        if (channel_tile < grid.channel_tiles) strips += grid.strips_of(channel_tile);
+    }
+    return t.fixed + grid.waves * t.wave + (grid.waves * t.wave_depth + strips * t.strip_depth) * s.k / 4096;
 }
 
 GemmChoice wide_choice(GemmSize const& s) {
@@ -68,13 +92,19 @@ GemmChoice wide_choice(GemmSize const& s) {
     double least = kNever;
     for (WideTile const& t : kWideTiles) {
         if (s.m > t.most_tokens || s.m < t.least_tokens || s.int4_weight != (t.weight_bits == 4)) continue;
-        for (int parts = 1; parts <= t.most_parts; ++parts) {
+        for (int parts = t.least_parts; parts <= t.most_parts; ++parts) {
             double const us = predicted(s, t, parts);
             if (us >= least) continue;
             least = us;
-            bool const split = t.most_parts > 1;
-            best = {split ? GemmKernel::kSplit : GemmKernel::kWide, t.channels, t.tokens, split ? parts : t.stream_k};
+            GemmKernel const kernel = t.most_parts > 1 ? GemmKernel::kSplit : GemmKernel::kWide;
+            best = {kernel, t.channels, t.tokens, t.most_parts > 1 ? parts : 0};
         }
+    }
+    for (RingTile const& t : kRingTiles) {
+        double const us = s.int4_weight ? predicted(s, t) : kNever;
+        if (us >= least) continue;
+        least = us;
+        best = {GemmKernel::kRing, t.channels, t.tokens};
     }
     return best;
 }

@@ -5,12 +5,13 @@ namespace quarot {
 
 enum class GemmKernel : int {
     kSkinny = 0,     ///< mma.sync, any architecture; a = tokens a pass, b = warps, c = blocks an SM
-    kWide = 1,       ///< sm_90a CUTLASS; a = channels, b = tokens of the tile, c = 1 for Stream-K (128x128)
+    kWide = 1,       ///< sm_90a CUTLASS; a = channels, b = tokens of the tile
     kGrouped = 2,    ///< mma.sync with one scale a group
     kInt4Cores = 3,  ///< sm_80/86/89 INT4 tensor cores on packed activations; a = tokens, b = channels of the tile
     kTile = 4,       ///< mma.sync for many tokens, int4 tiles, any architecture, group scales (multiples of 64) or none
     kSplit = 5,      ///< kWide with K cut among blocks; a = channels, b = tokens of the tile, c = parts of K
     kWideGroups = 6,  ///< sm_90a, int4 tiles, group scales (multiples of 64); a = channels, b = tokens
+    kRing = 7,  ///< sm_90a, int4 tiles, a scale a channel, no CUTLASS; a = channels, b = tokens of the tile
 };
 
 struct GemmChoice {

@@ -6,8 +6,8 @@
 #include "gemm/sm80/kernels.h"
 #include "gemm/sm90/groups.h"
 #include "gemm/sm90/kernels.h"
+#include "gemm/sm90/ring.h"
 #include "gemm/sm90/split.h"
-#include "gemm/sm90/stream_k.h"
 
 namespace quarot {
 namespace {
@@ -65,10 +65,6 @@ GemmScratch gemm_scratch(GemmCall const& call, GemmChoice const& choice) {
         std::size_t const tiles = sm90::split_tiles(p, choice.a, choice.b);
         return {sm90::split_workspace(p, choice.a, choice.b, choice.c), choice.c > 1 ? 2 * tiles : 0};
     }
-    if (choice.kernel == GemmKernel::kWide && choice.c == 1) {
-        sm90::GemmProblem const p = hopper_problem(call, current_device().multiprocessors);
-        return {sm90::w4a8_128x128_stream_k_workspace(p)};
-    }
     if (choice.kernel != GemmKernel::kInt4Cores) return {};
     sm80::GemmProblem const p = int4_problem(call);
     if (choice.a <= 64) return {sm80::w4a4_64x128_workspace(p)};
@@ -97,17 +93,20 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
             sm90::GemmProblem const problem = hopper_problem(call, device.multiprocessors);
             if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
-            if (choice.c) return sm90::w4a8_128x128_stream_k(problem);
             return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
         }
         case GemmKernel::kSplit: {
             Device const& device = current_device();
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
+            if (choice.b != 64 || (int4 && choice.a != 64)) return cudaErrorInvalidValue;
             sm90::SplitProblem const problem{hopper_problem(call, device.multiprocessors), choice.c, call.counters};
-            if (!int4 && choice.b > 64) return cudaErrorInvalidValue;
             if (!int4) return choice.a <= 64 ? sm90::w8a8_64x64_split(problem) : sm90::w8a8_128x64_split(problem);
-            if (choice.a <= 64) return sm90::w4a8_64x64_split(problem);
-            return choice.b <= 64 ? sm90::w4a8_128x64_split(problem) : sm90::w4a8_128x128_split(problem);
+            return sm90::w4a8_64x64_split(problem);
+        }
+        case GemmKernel::kRing: {
+            Device const& device = current_device();
+            if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
+            return sm90::w4a8_ring(hopper_problem(call, device.multiprocessors), choice.a, choice.b);
         }
         case GemmKernel::kWideGroups: {
             Device const& device = current_device();

@@ -25,8 +25,9 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 257, 513]
 # kernel, a, b, c as in csrc/gemm/dispatch.h: every instantiation there is.
 SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 16, 1), (0, 32, 8, 1)]
-WIDE = [(1, 128, 256, 0), (1, 128, 128, 0), (1, 128, 128, 1)]
-SPLIT = [(5, *tile, parts) for tile in ((64, 64), (128, 64), (128, 128)) for parts in (1, 2, 3, 4)]  # parts of K
+WIDE = [(1, 128, 256, 0), (1, 128, 128, 0)]
+SPLIT = [(5, 64, 64, parts) for parts in (1, 2, 3, 4)]  # parts of K
+RING = [(7, 64 * strips, 64, 0) for strips in (1, 2, 3, 5, 6)] + [(7, 64 * strips, 128, 0) for strips in (1, 2, 3)]
 TILE = [(4, 0, 0, 0)]
 WIDE_GROUPS = [(6, 128, 128, 0), (6, 64, 128, 0), (6, 64, 64, 0), (6, 64, 32, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
@@ -113,7 +114,7 @@ def test_every_kernel(m, n, k):
     for dtype in (torch.float16, torch.bfloat16):
         want = exact(codes, row_scale, weight, weight_scale, bias, dtype)
         split, split_int8 = ([t for t in every if k % (32 * t[3]) == 0] for every in (SPLIT, SPLIT_INT8))
-        for tactic in SKINNY + WIDE + split + TILE:
+        for tactic in SKINNY + WIDE + split + RING + TILE:
             got = gemm_launch.launch(
                 codes, row_scale, qweight, weight_scale, bias, dtype, weight_format=0, tactic=tactic
             )
@@ -122,6 +123,32 @@ def test_every_kernel(m, n, k):
             got = gemm_launch.launch(
                 codes, row_scale, weight, weight_scale, bias, dtype, weight_format=1, tactic=tactic
             )
+            assert torch.equal(got, want), tactic
+
+
+@hopper
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [
+        (70, 10, 40),
+        (64, 1037, 1000),
+        (257, 48, 32),
+        (513, 22016, 160),
+        (900, 10000, 96),
+        (256, 28672, 416),
+        (2000, 4100, 352),
+    ],
+)
+def test_ring_with_every_kind_of_end(m, n, k):
+    """One chunk of K, odd numbers of them and part of one; strips that no consumer has; several tiles a block."""
+    codes, row_scale, weight, weight_scale, bias = problem(m, n, k, low=-128, high=128)
+    qweight = pack_int4_tiles(weight)
+    for dtype, b in ((torch.float16, bias), (torch.bfloat16, None)):
+        want = exact(codes, row_scale, weight, weight_scale, b, dtype)
+        for tactic in RING:
+            poison = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=dtype, device="cuda")
+            del poison  # the output is allocated where it was
+            got = gemm_launch.launch(codes, row_scale, qweight, weight_scale, b, dtype, weight_format=0, tactic=tactic)
             assert torch.equal(got, want), tactic
 
 
@@ -314,7 +341,7 @@ def test_memory_behind_the_tokens_is_read_and_does_not_matter(m):
     for rows in (m, m + 7, 512):
         longer = torch.full((rows, 1024), 99, dtype=torch.int8, device="cuda")
         longer[:m] = codes
-        for form, w, tactics in ((0, qweight, WIDE + SPLIT), (1, weight, WIDE_INT8 + SPLIT_INT8)):
+        for form, w, tactics in ((0, qweight, WIDE + SPLIT + RING), (1, weight, WIDE_INT8 + SPLIT_INT8)):
             for tactic in tactics:
                 if tactic[0] == 5 and 1024 % (32 * tactic[3]):
                     continue

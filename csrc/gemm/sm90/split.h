@@ -23,8 +23,6 @@ constexpr std::size_t split_workspace(GemmProblem const& p, int channels, int to
 }
 
 cudaError_t w4a8_64x64_split(SplitProblem const& p);
-cudaError_t w4a8_128x64_split(SplitProblem const& p);
-cudaError_t w4a8_128x128_split(SplitProblem const& p);
 
 cudaError_t w8a8_64x64_split(SplitProblem const& p);
 cudaError_t w8a8_128x64_split(SplitProblem const& p);

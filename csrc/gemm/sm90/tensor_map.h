@@ -48,6 +48,11 @@ inline cudaError_t make_tensor_map(CUtensorMap& map, CUtensorMapDataType type, v
     return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
+/// Asks for the map itself, which the first copy would wait for.
+__device__ __forceinline__ void prefetch_map(CUtensorMap const& map) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 /// A box at (x, y) to shared memory; it counts as its bytes on `barrier`.
 __device__ __forceinline__ void load_2d(uint32_t shared, CUtensorMap const& map, int x, int y, uint32_t barrier) {
     asm volatile(

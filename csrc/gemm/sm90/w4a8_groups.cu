@@ -4,14 +4,9 @@
 // A block computes 64 * CONSUMERS channels x TOKENS tokens at a time. A producer warpgroup keeps a ring of chunks of K
 // in shared memory; each consumer warpgroup has 64 channels, in two halves of the tokens: while the tensor cores multiply
 // one half, its threads scale the sums of the other (NOTES.md, "Group scales").
-#include "device/async_copy.cuh"
-#include "device/launch.cuh"
 #include "gemm/sm90/groups.h"
-#include "gemm/sm90/tensor_map.h"
+#include "gemm/sm90/ring.cuh"
 #include "gemm/sm90/wgmma.cuh"
-
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <type_traits>
@@ -19,23 +14,16 @@
 namespace quarot::sm90 {
 namespace {
 
-struct Problem {
-    float const* row_scale;
-    float const* weight_scale;
-    float const* bias;
-    int m, n, groups;
-    int chunks;           // of K
+struct Problem : RingProblem {
+    int groups;
     int chunks_of_group;  // group_size / CHUNK
-    int channel_tiles, token_tiles;
-    int token_group;  // token tiles that run next to each other, so that they find the weights in L2
-    bool bf16;
 };
 
 /// Shared memory: for each stage codes [TOKENS][CHUNK], weights [channels / 16][CHUNK / 32][256], scales [channels] of
 /// the group that ends in the chunk and two barriers; for each consumer an output [TOKENS][64].
 template <int CHUNK, int TOKENS, int CONSUMERS>
 struct Ring {
-    static constexpr int kChannels = 64 * CONSUMERS, kThreads = 128 * (1 + CONSUMERS);
+    static constexpr int kChunk = CHUNK, kTokens = TOKENS, kChannels = 64 * CONSUMERS, kThreads = 128 * (1 + CONSUMERS);
     static constexpr int kCodeBytes = TOKENS * CHUNK, kWeightBytes = kChannels * CHUNK / 2;
     static constexpr int kScaleBytes = kChannels * 4, kOutBytes = TOKENS * 128;
     static constexpr int kBlocks = CONSUMERS > 1 || TOKENS > 64 ? 1 : TOKENS > 32 ? 2 : 3;  // of an SM
@@ -46,29 +34,6 @@ struct Ring {
     static constexpr int kScales = kWeights + kStages * kWeightBytes, kBarriers = kScales + kStages * kScaleBytes;
     static constexpr int kBytes = kBarriers + kStages * 16 + kAlignment;  // the base is aligned by hand
     static_assert(kBytes <= kBudget && kStages >= 4, "a ring that hides the latency of L2");
-};
-
-struct Tile {
-    int channel, token;  // first ones
-};
-
-__device__ __forceinline__ Tile tile_at(Problem const& p, int index, int channels, int tokens) {
-    int const per_group = p.token_group * p.channel_tiles;
-    int const group = index / per_group, inside = index % per_group;
-    int const width = min(p.token_group, p.token_tiles - group * p.token_group);
-    return {inside / width * channels, (group * p.token_group + inside % width) * tokens};
-}
-
-/// Where a warp is in the ring.
-template <int STAGES>
-struct Position {
-    int stage = 0, parity = 0;
-    __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) {
-            stage = 0;
-            parity ^= 1;
-        }
-    }
 };
 
 /// sum += float(acc) * scale, each step rounded by itself.
@@ -89,13 +54,6 @@ __device__ __forceinline__ void arrive_after_copies(uint32_t barrier) {
     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
-__device__ __forceinline__ uint32_t pack(float low, float high, bool bf16) {
-    // Both are computed and one is selected: cheaper than a branch.
-    __nv_bfloat162 const bf16_pair = __floats2bfloat162_rn(low, high);
-    __half2 const half_pair = __floats2half2_rn(low, high);
-    return bf16 ? reinterpret_cast<uint32_t const&>(bf16_pair) : reinterpret_cast<uint32_t const&>(half_pair);
-}
-
 template <int CHUNK, int TOKENS, int CONSUMERS, bool EVERY>  // EVERY: each chunk is a group
 __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring<CHUNK, TOKENS, CONSUMERS>::kBlocks)
     groups_kernel(__grid_constant__ CUtensorMap const codes_map, __grid_constant__ CUtensorMap const weight_map,
@@ -103,57 +61,27 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
     using R = Ring<CHUNK, TOKENS, CONSUMERS>;
     constexpr int kSteps = CHUNK / 32, kSums = TOKENS / 4;  // sums of a thread and half
     extern __shared__ char raw[];
-    uint32_t const base = (shared_address(raw) + R::kAlignment - 1) / R::kAlignment * R::kAlignment;
+    uint32_t const base = ring_base<R>(raw);
     // A shuffle tells the compiler that the whole warp takes the same branch.
     int const warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     int const warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
-    auto full = [&](int stage) { return base + R::kBarriers + stage * 16; };
-    auto empty = [&](int stage) { return base + R::kBarriers + stage * 16 + 8; };
     int const tiles = p.channel_tiles * p.token_tiles;
+    // Full: weights, codes, and a warp that copies scales. Empty: every consumer thread.
+    init_ring<R>(base, 2 + 32, 128 * CONSUMERS);
 
-    if (threadIdx.x == 0) {
-        for (int s = 0; s < R::kStages; ++s) {
-            mbarrier_init(full(s), 1 + 32);          // the copy engine, and a warp that copies scales
-            mbarrier_init(empty(s), 4 * CONSUMERS);  // every consumer warp
-        }
-        mbarrier_init_fence();
-    }
-    __syncthreads();
-
-    Position<R::kStages> at;
+    Position<R> at;
     if (warpgroup == 0) {
         if (CONSUMERS > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
         if (warp == 0) {
-            bool const leader = elect_one();
-            auto load_weights = [&](int stage, Tile const& tile, int chunk) {
-                mbarrier_expect(full(stage), R::kCodeBytes + R::kWeightBytes);
-                load_3d(base + R::kWeights + stage * R::kWeightBytes, weight_map, 0, chunk * kSteps, tile.channel / 16,
-                        full(stage));
-            };
-            // The first weights are there before the previous kernel ends.
-            int const ahead = min(R::kStages, p.chunks);
-            Tile const first = tile_at(p, blockIdx.x, R::kChannels, TOKENS);
-            for (int chunk = 0; leader && chunk < ahead; ++chunk) load_weights(chunk, first, chunk);
-            pdl_wait();
-            for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-                Tile const tile = tile_at(p, index, R::kChannels, TOKENS);
-                for (int chunk = 0; chunk < p.chunks; ++chunk, at.advance()) {
-                    mbarrier_wait(empty(at.stage), at.parity ^ 1);
-                    if (leader) {
-                        if (index >= gridDim.x || chunk >= ahead) load_weights(at.stage, tile, chunk);
-                        load_2d(base + R::kCodes + at.stage * R::kCodeBytes, codes_map, chunk * CHUNK, tile.token,
-                                full(at.stage));
-                    }
-                    __syncwarp();
-                }
-            }
-            pdl_trigger();
+            produce_weights<R>(base, p, weight_map);
         } else if (warp == 1) {
+            produce_codes<R>(base, p, codes_map);
+        } else if (warp == 2) {
             for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-                Tile const tile = tile_at(p, index, R::kChannels, TOKENS);
+                Tile const tile = tile_at<R>(p, index);
                 int group = 0, left = p.chunks_of_group;
                 for (int chunk = 0; chunk < p.chunks; ++chunk, at.advance()) {
-                    mbarrier_wait(empty(at.stage), at.parity ^ 1);
+                    mbarrier_wait(empty_barrier<R>(base, at.stage), at.parity ^ 1);
                     if (--left == 0) {
                         uint32_t const target = base + R::kScales + at.stage * R::kScaleBytes;
 #pragma unroll
@@ -164,7 +92,7 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
                         left = p.chunks_of_group;
                         ++group;
                     }
-                    arrive_after_copies(full(at.stage));
+                    arrive_after_copies(full_barrier<R>(base, at.stage));
                 }
             }
             asm volatile("cp.async.wait_all;" ::: "memory");
@@ -185,18 +113,12 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
     uint32_t weights[2][kSteps][4];
     float scale[2][2];
     auto load = [&](int set) {
-        mbarrier_wait(full(at.stage), at.parity);
+        mbarrier_wait(full_barrier<R>(base, at.stage), at.parity);
 #pragma unroll
         for (int k = 0; k < kSteps; ++k) {
-            uint32_t x, y;
-            asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                         : "=r"(x), "=r"(y)
-                         : "r"(lane_weights + at.stage * R::kWeightBytes + k * 256)
-                         : "memory");
-            weights[set][k][0] = (x << 4) & 0xF0F0F0F0u;  // 16 times the weight, as in nibble_convert.h
-            weights[set][k][1] = x & 0xF0F0F0F0u;
-            weights[set][k][2] = (y << 4) & 0xF0F0F0F0u;
-            weights[set][k][3] = y & 0xF0F0F0F0u;
+            uint32_t packed[2];
+            fetch_weights(packed, lane_weights + at.stage * R::kWeightBytes + k * 256);
+            widen_weights(weights[set][k], packed);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -207,7 +129,7 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
     };
 
     for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
-        Tile const tile = tile_at(p, index, R::kChannels, TOKENS);
+        Tile const tile = tile_at<R>(p, index);
         uint32_t acc[2][kSums];
         float sum[2][kSums];
 #pragma unroll
@@ -248,8 +170,7 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
                     wgmma_wait<0>();
                 }
                 pin(acc[1]);
-                __syncwarp();  // every lane has read its weights and scales
-                if (lane == 0) mbarrier_arrive(empty(stage), 1);
+                mbarrier_arrive(empty_barrier<R>(base, stage), 1);
                 if (ends_group) add_scaled(sum[1], acc[1], scale[c]);
             }
         };
@@ -258,68 +179,37 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
             multiply_chunks(std::integral_constant<int, 2>{}, chunk == p.chunks);
         if (p.chunks % 2 != 0) multiply_chunks(std::integral_constant<int, 1>{}, true);
 
-        // Out: token rows of 64 channels, swizzled by 16 bytes, from where the copy engine stores them.
-        int const channel = tile.channel + strip * 16 + lane / 4;
         float bias[2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half)  // x + -0.0f is x, bit for bit
-            bias[half] = p.bias != nullptr && channel + 8 * half < p.n ? p.bias[channel + 8 * half] : -0.0f;
-        if (warp == 0 && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
-        named_barrier(1 + consumer, 128);  // the tile before has left shared memory
-#pragma unroll
-        for (int j = 0; j < TOKENS / 8; j += 2) {  // eight tokens each
-            uint32_t packed[4];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                int const token = tile.token + (j + i) * 8 + lane % 4 * 2;
-                // Rows past the end take the last one's scale and are not stored.
-                float const even = p.row_scale[min(token, p.m - 1)], odd = p.row_scale[min(token + 1, p.m - 1)];
-#pragma unroll
-                for (int high = 0; high < 2; ++high) {
-                    float const* const value = &sum[j / (TOKENS / 16)][4 * ((j + i) % (TOKENS / 16)) + 2 * high];
-                    packed[2 * i + high] = pack(__fadd_rn(__fmul_rn(value[0], even), bias[high]),
-                                                __fadd_rn(__fmul_rn(value[1], odd), bias[high]), p.bf16);
-                }
-            }
-            int const row = (j + lane / 16) * 8 + lane % 8, vector = 2 * warp + lane / 8 % 2;
-            uint32_t const target = out + row * 128 + (vector ^ row % 8) * 16;
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(target),
-                         "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-                         : "memory");
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        named_barrier(1 + consumer, 128);
-        if (warp == 0 && lane == 0) store_2d(out_map, out, tile.channel + consumer * 64, tile.token);
+        load_bias(bias, p, tile.channel + strip * 16 + lane / 4);
+        auto const scales = [&](int j) {
+            int const token = tile.token + j * 8 + lane % 4 * 2;
+            // Rows past the end take the last one's scale and are not stored.
+            return float2{p.row_scale[min(token, p.m - 1)], p.row_scale[min(token + 1, p.m - 1)]};
+        };
+        auto const value = [&](int j, int high, float2 scale) {
+            float const* const sums = &sum[j / (TOKENS / 16)][4 * (j % (TOKENS / 16)) + 2 * high];
+            return float2{__fadd_rn(__fmul_rn(sums[0], scale.x), bias[high]),
+                          __fadd_rn(__fmul_rn(sums[1], scale.y), bias[high])};
+        };
+        store_tile<TOKENS>(out_map, out, tile.channel + consumer * 64, tile.token, 1 + consumer, p.bf16, scales, value);
     }
-    if (warp == 0 && lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    finish_stores();
 }
 
 template <int CHUNK, int TOKENS, int CONSUMERS, bool EVERY>
 cudaError_t run(GemmProblem const& p, int group_size) {
     using R = Ring<CHUNK, TOKENS, CONSUMERS>;
-    CUtensorMap codes, weight, out;
-    auto const row_swizzle = CHUNK == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-    cudaError_t error = make_tensor_map(codes, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.codes,
-                                        {{uint64_t(p.k), 0, CHUNK}, {uint64_t(p.m), uint64_t(p.k), TOKENS}}, row_swizzle);
+    RingMaps maps;
+    Problem problem;
+    RingGrid grid{0, (p.n + R::kChannels - 1) / R::kChannels, (p.m + TOKENS - 1) / TOKENS};
+    grid.strips = grid.channel_tiles * CONSUMERS;  // tiles of one height
+    cudaError_t error = describe<R>(p, grid, maps, problem);
     if (error != cudaSuccess) return error;
-    error = make_tensor_map(weight, CU_TENSOR_MAP_DATA_TYPE_UINT8, p.weight,
-                            {{256, 0, 256},
-                             {uint64_t(p.k / 32), 256, CHUNK / 32},
-                             {uint64_t((p.n + 15) / 16), uint64_t(p.k) * 8, R::kChannels / 16}},
-                            CU_TENSOR_MAP_SWIZZLE_NONE);
-    if (error != cudaSuccess) return error;
-    error = make_tensor_map(out, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.out,
-                            {{uint64_t(p.n), 0, 64}, {uint64_t(p.m), uint64_t(p.ldd) * 2, TOKENS}},
-                            CU_TENSOR_MAP_SWIZZLE_128B);
-    if (error != cudaSuccess) return error;
-    Problem problem{p.row_scale, p.weight_scale, p.bias, p.m, p.n, p.k / group_size, p.k / CHUNK, group_size / CHUNK};
-    problem.channel_tiles = (p.n + R::kChannels - 1) / R::kChannels;
-    problem.token_tiles = (p.m + TOKENS - 1) / TOKENS;
-    problem.token_group = std::min(8, problem.token_tiles);
-    problem.bf16 = p.bf16;
+    problem.groups = p.k / group_size;
+    problem.chunks_of_group = group_size / CHUNK;
     auto const kernel = groups_kernel<CHUNK, TOKENS, CONSUMERS, EVERY>;
     int const blocks = std::min(p.sm_count * R::kBlocks, problem.channel_tiles * problem.token_tiles);
-    return launch(kernel, dim3(blocks), dim3(R::kThreads), R::kBytes, p.stream, codes, weight, out, problem);
+    return launch(kernel, dim3(blocks), dim3(R::kThreads), R::kBytes, p.stream, maps.codes, maps.weight, maps.out, problem);
 }
 
 template <int TOKENS, int CONSUMERS>

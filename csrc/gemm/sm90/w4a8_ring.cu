@@ -1,0 +1,235 @@
+// Packed int4 weights with a scale a channel x int8 activations: wgmma into int32 sums over all of K.
+//
+// A block computes up to 64 * STRIPS channels x TOKENS tokens at a time. Two producer warps keep a ring of chunks of K in
+// shared memory; a strip of 64 channels has one consumer warpgroup, or PARTS of them that take the chunks in turn
+// (NOTES.md, "Ring").
+#include "gemm/sm90/ring.h"
+
+#include "gemm/sm90/ring.cuh"
+#include "gemm/sm90/wgmma.cuh"
+
+#include <algorithm>
+
+namespace quarot::sm90 {
+namespace {
+
+/// Shared memory beside the ring, for each strip: an output [TOKENS][64] of 16 bits, the tokens' scales, and with PARTS
+/// the sums of one part. GROUP: steps of 32 columns whose products are issued together.
+template <int TOKENS, int STRIPS, int PARTS, int GROUP>
+struct Ring {
+    static constexpr int kTokens = TOKENS, kStrips = STRIPS, kParts = PARTS, kGroup = GROUP, kChunk = 128;
+    static constexpr int kChannels = 64 * STRIPS, kConsumers = STRIPS * PARTS, kThreads = 128 * (1 + kConsumers);
+    static constexpr int kCodeBytes = TOKENS * kChunk, kWeightBytes = kChannels * kChunk / 2;
+    static constexpr int kOutBytes = TOKENS * 128, kScaleBytes = TOKENS * 4, kSumBytes = PARTS > 1 ? TOKENS * 256 : 0;
+    static constexpr int kBudget = 227 * 1024, kAlignment = 1024;
+    static constexpr int kBesides = STRIPS * (kOutBytes + kScaleBytes + kSumBytes) + kAlignment;
+    static constexpr int kStageBytes = kCodeBytes + kWeightBytes + 16;
+    static constexpr int kStages = std::min(16, (kBudget - kBesides) / kStageBytes / PARTS * PARTS);
+    static constexpr int kCodes = 0, kOut = kStages * kCodeBytes, kWeights = kOut + STRIPS * kOutBytes;
+    static constexpr int kSums = kWeights + kStages * kWeightBytes, kScales = kSums + STRIPS * kSumBytes;
+    static constexpr int kBarriers = kScales + STRIPS * kScaleBytes;
+    static constexpr int kBytes = kBarriers + kStages * 16 + kAlignment;  // the base is aligned by hand
+    // Registers of a thread: what the block is launched with is dealt out anew.
+    static constexpr int kPool = 65536 / kThreads / 8 * 8 * (1 + kConsumers), kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters = std::min(240, (kPool - kProducerRegisters) / kConsumers / 8 * 8);
+    static_assert(kBytes <= kBudget && kStages >= 4, "a ring that hides the latency of L2");
+};
+
+template <class R>
+__global__ void __launch_bounds__(R::kThreads, 1)
+    ring_kernel(__grid_constant__ CUtensorMap const codes_map, __grid_constant__ CUtensorMap const weight_map,
+                __grid_constant__ CUtensorMap const out_map, RingProblem const p) {
+    constexpr int kSteps = R::kChunk / 32, kGroup = R::kGroup, kSums = R::kTokens / 2;
+    extern __shared__ char raw[];
+    uint32_t const base = ring_base<R>(raw);
+    // A shuffle tells the compiler that the whole warp takes the same branch.
+    int const warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    int const warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
+    init_ring<R>(base, 2, 128 * R::kStrips);  // full: weights and codes; empty: the threads of a part
+
+    if (warpgroup == 0) {
+        if (R::kConsumers > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R::kProducerRegisters));
+        if (warp == 0) produce_weights<R>(base, p, weight_map);
+        if (warp == 1) produce_codes<R>(base, p, codes_map);
+        return;
+    }
+
+    if (R::kConsumers > 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(R::kConsumerRegisters));
+    int const consumer = (warpgroup - 1) % R::kStrips, part = (warpgroup - 1) / R::kStrips, thread = threadIdx.x % 128;
+    int const own_16 = 4 * consumer + warp;  // of the tile's channels
+    uint32_t const lane_weights = base + R::kWeights + own_16 * kSteps * 256 + lane * 8;
+    uint32_t const out = base + R::kOut + consumer * R::kOutBytes;
+    uint32_t const token_scales = base + R::kScales + consumer * R::kScaleBytes;
+    uint32_t const sums = base + R::kSums + consumer * R::kSumBytes + thread * 16;
+    // Named barriers.
+    int const stored = 1 + consumer, ready = 1 + R::kStrips + consumer, taken = 1 + 2 * R::kStrips + consumer;
+    uint64_t const descriptor = swizzled_rows<R::kChunk>(base + R::kCodes);
+    if (thread == 0) prefetch_map(out_map);
+    pdl_wait();
+
+    Position<R> at, done;
+    at.stage = done.stage = part;
+    auto release = [&] {  // by every lane for itself: the products that took its weights are complete
+        mbarrier_arrive(empty_barrier<R>(base, done.stage), 1);
+        done.advance(R::kParts);
+    };
+    int next = part, end = 0;  // chunks since the beginning: the next one of this part, the end of the tile
+    bool owed = false;         // the other part has not said yet that it took the sums
+    for (int index = blockIdx.x; index < p.channel_tiles * p.token_tiles; index += gridDim.x) {
+        Tile const tile = tile_at<R>(p, index);
+        end += p.chunks;
+        int const count = R::kParts == 1 ? p.chunks : max(0, (end - next + R::kParts - 1) / R::kParts);
+        next += count * R::kParts;
+        if (consumer >= tile.strips) {
+            for (int i = 0; i < count; ++i, at.advance(R::kParts)) {
+                mbarrier_wait(full_barrier<R>(base, at.stage), at.parity);
+                release();
+            }
+            continue;
+        }
+        // Asked for now, used at the end. Rows past the end take the last one's scale and are not stored.
+        float const token_scale = p.row_scale[min(tile.token + thread, p.m - 1)];
+        int const channel = tile.channel + own_16 * 16 + lane / 4;
+        float scale[2], bias[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) scale[half] = p.weight_scale[min(channel + 8 * half, p.n - 1)];
+        load_bias(bias, p, channel);
+
+        uint32_t acc[kSums];
+#pragma unroll
+        for (int i = 0; i < kSums; ++i) acc[i] = 0;
+        pin(acc);
+        // One set of weights is prepared while a product may still read the other.
+        uint32_t even[kGroup][4], odd[kGroup][4], packed[kGroup][2];
+        uint64_t codes_of_packed = 0;
+        auto fetch = [&](int first) {  // the weights of a group, from step `first` of a chunk on
+            if (first == 0) mbarrier_wait(full_barrier<R>(base, at.stage), at.parity);
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k)
+                fetch_weights(packed[k], lane_weights + at.stage * R::kWeightBytes + (first + k) * 256);
+            codes_of_packed = descriptor + at.stage * (R::kCodeBytes / 16) + 2 * first;
+            if (first + kGroup == kSteps) at.advance(R::kParts);
+        };
+        // The products of `packed`. Behind the first of them the next group is fetched, if there is one.
+        auto multiply = [&](uint32_t(&weights)[kGroup][4], bool releases, int following, bool fetches) {
+            wgmma_wait<1>();  // the products before the last ones, whose operands `weights` held
+            if (releases) release();
+#pragma unroll
+            for (int k = 0; k < kGroup; ++k) {
+                widen_weights(weights[k], packed[k]);
+                pin(weights[k]);  // here, not where the compiler would like it: between the products
+            }
+            uint64_t const codes = codes_of_packed;
+            wgmma_fence();
+            wgmma(acc, weights[0], codes, true);
+            if (fetches) fetch(following);
+#pragma unroll
+            for (int k = 1; k < kGroup; ++k) wgmma(acc, weights[k], codes + 2 * k, true);
+            wgmma_commit();
+        };
+        if (R::kParts == 1 || count > 0) {
+            fetch(0);
+            int left = count;
+            if constexpr (kGroup == kSteps) {
+#pragma unroll 1
+                for (; left > 1; left -= 2) {
+                    multiply(even, left != count, 0, true);
+                    multiply(odd, left != count, 0, left > 2);
+                }
+                if (left > 0) multiply(even, left != count, 0, false);
+                wgmma_wait<0>();
+                if (count > 1) release();
+            } else {
+                // The last products stand behind the loop: ptxas serialises them all (C7513) where they are its end.
+                static_assert(2 * kGroup == kSteps);
+                multiply(even, false, kGroup, true);
+#pragma unroll 1
+                for (; left > 1; --left) {
+                    multiply(odd, left != count, 0, true);
+                    multiply(even, false, kGroup, true);
+                }
+                multiply(odd, left != count, 0, false);
+                wgmma_wait<0>();
+            }
+            pin(acc);
+            release();
+        }
+
+        if constexpr (R::kParts > 1) {  // the sums meet; int32, so that their order cannot matter
+            static_assert(R::kParts == 2);
+            if (part == 1) {
+                if (owed) named_barrier(taken, 256);
+                owed = true;
+#pragma unroll
+                for (int i = 0; i < kSums; i += 4) store_shared_16(sums + i * 512, &acc[i]);
+                named_arrive(ready, 256);
+                continue;
+            }
+            named_barrier(ready, 256);
+#pragma unroll
+            for (int i = 0; i < kSums; i += 4) {
+                uint32_t other[4];
+                load_shared_16(other, sums + i * 512);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) acc[i + j] += other[j];
+            }
+            named_arrive(taken, 256);
+        }
+        if (thread < R::kTokens)
+            asm volatile("st.shared.f32 [%0], %1;" ::"r"(token_scales + thread * 4), "f"(token_scale) : "memory");
+        auto const scales = [&](int j) {
+            float2 both;
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                         : "=f"(both.x), "=f"(both.y)
+                         : "r"(token_scales + j * 32 + lane % 4 * 8)
+                         : "memory");
+            return both;
+        };
+        auto const value = [&](int j, int high, float2 of_tokens) {
+            auto const one = [&](uint32_t sum, float of_token) {
+                float const exact = __fmul_rn(__int2float_rn(int(sum)), 0.0625f);  // the weights were 16 times as large
+                return __fadd_rn(__fmul_rn(__fmul_rn(exact, of_token), scale[high]), bias[high]);
+            };
+            return float2{one(acc[4 * j + 2 * high], of_tokens.x), one(acc[4 * j + 2 * high + 1], of_tokens.y)};
+        };
+        store_tile<R::kTokens>(out_map, out, tile.channel + consumer * 64, tile.token, stored, p.bf16, scales, value);
+    }
+    if (owed) named_barrier(taken, 256);
+    finish_stores();
+}
+
+template <int TOKENS, int STRIPS, int PARTS, int GROUP>
+cudaError_t run(GemmProblem const& p) {
+    using R = Ring<TOKENS, STRIPS, PARTS, GROUP>;
+    static_assert(TOKENS <= 128);  // a thread has the scale of one
+    RingMaps maps;
+    RingProblem problem;
+    RingGrid const grid = ring_grid(p.m, p.n, R::kChannels, TOKENS, p.sm_count);
+    cudaError_t const error = describe<R>(p, grid, maps, problem);
+    if (error != cudaSuccess) return error;
+    int const blocks = std::min(p.sm_count, grid.channel_tiles * grid.token_tiles);
+    return launch(ring_kernel<R>, dim3(blocks), dim3(R::kThreads), R::kBytes, p.stream, maps.codes, maps.weight, maps.out,
+                  problem);
+}
+
+}  // namespace
+
+cudaError_t w4a8_ring(GemmProblem const& p, int channels, int tokens) {
+    if (p.ldd % 8 != 0 || p.k % 32 != 0) return cudaErrorInvalidValue;
+    // 64 tokens keep a warpgroup busy for half as long, so more products are prepared at once, as registers allow.
+    if (tokens == 64) switch (channels) {
+            case 64: return run<64, 1, 2, 4>(p);
+            case 128: return run<64, 2, 1, 4>(p);
+            case 192: return run<64, 3, 1, 4>(p);
+            case 320: return run<64, 5, 1, 2>(p);
+            case 384: return run<64, 6, 1, 2>(p);
+        }
+    if (tokens == 128) switch (channels) {
+            case 64: return run<128, 1, 1, 4>(p);
+            case 128: return run<128, 2, 1, 2>(p);
+            case 192: return run<128, 3, 1, 2>(p);
+        }
+    return cudaErrorInvalidValue;
+}
+
+}  // namespace quarot::sm90
