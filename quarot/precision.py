@@ -53,8 +53,8 @@ class _Switch:
     def apply(self) -> None:
         """Say what the open blocks want; without any, what the user said, unless somebody spoke in between."""
         wishes = dict(self.blocks.values())  # the innermost of every thread
-        wanted = _NAMES[self.name][all(wishes.values())] if wishes else self.users
-        if wanted != self.set and (wishes or _read(self.name) == self.set):
+        wanted, found = _NAMES[self.name][all(wishes.values())] if wishes else self.users, _read(self.name)
+        if wanted != found and (wishes or found == self.set):
             setattr(torch.backends.cuda.matmul, self.name, wanted)
         self.set = wanted
 

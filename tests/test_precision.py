@@ -133,6 +133,13 @@ def test_what_is_said_inside_a_block_stays(tf32_allowed: None) -> None:
     assert MATMUL.allow_tf32 is False
 
 
+def test_a_block_counts_whatever_was_said_since_the_one_around_it_began(tf32_allowed: None) -> None:
+    with tf32(False):
+        MATMUL.allow_tf32 = True
+        with tf32(False):
+            assert not MATMUL.allow_tf32
+
+
 @pytest.mark.skipif(not hasattr(MATMUL, "fp32_precision"), reason="torch before 2.9 has one name only")
 def test_the_newer_name_is_understood() -> None:
     before = MATMUL.fp32_precision

@@ -1,7 +1,6 @@
 """Log-likelihoods of continuations, batch by batch, as lm-eval's ``HFLM`` defines them.
 
-``HFLM`` waits for the device several times a request. Here a batch is waited for once: SmolLM2 on an H200 that seven
-other processes shared answered 300 requests a second, and 25 to 45 through ``HFLM``.
+``HFLM`` waits for the device several times a request; here a batch is waited for once.
 """
 
 from __future__ import annotations
@@ -35,7 +34,13 @@ def likelihoods(
         batch_size: of them.
         max_length: tokens that the model sees; longer contexts lose their beginning.
         device: of the token ids.
+
+    Raises:
+        ValueError: a continuation of more than ``max_length`` tokens.
     """
+    longest = max((len(continuation) for _, _, continuation in requests), default=0)
+    if longest > max_length:
+        raise ValueError(f"a continuation has {longest} tokens; the model sees {max_length}")
     order = sorted(range(len(requests)), key=lambda index: -sum(map(len, requests[index][1:])))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     answers: dict[int, tuple[float, bool]] = {}

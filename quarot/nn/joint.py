@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,7 +36,14 @@ def joined(members: Sequence[QuantLinear]) -> Joint:
 
 
 def _addresses(members: Sequence[QuantLinear]) -> tuple[int, ...]:
-    return tuple(m._parameters["qweight"].data_ptr() for m in members)  # type: ignore[union-attr]
+    return tuple(address for m in members for address in parameter_addresses(m._parameters))
+
+
+def parameter_addresses(parameters: Mapping[str, torch.Tensor | None]) -> tuple[int, ...]:
+    """Where the codes, scales and bias of a layer are: its ``_parameters``, which saves Python code a look-up."""
+    bias = parameters.get("bias")
+    codes, scale = parameters["qweight"], parameters["weight_scale"]
+    return codes.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr()  # type: ignore[union-attr]
 
 
 def _join(members: Sequence[QuantLinear]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from quarot.ops import registry
-from quarot.ops.gemm_launch import MAX_K, OUT_TYPES
+from quarot.ops.gemm_launch import MAX_K, OUT_TYPES, ready
 from quarot.ops.gemm_w4a4 import unpacked
 from quarot.ops.integer_matmul import scaled_integer_matmul
 from quarot.ops.registry import define_op
@@ -121,8 +121,8 @@ def cuda(
     out = torch.empty((m * fan, n), dtype=out_dtype, device=codes.device)
     if not out.numel():
         return out
-    codes, row_scale, expert = codes.contiguous(), row_scale.contiguous(), expert.contiguous()
-    qweight, weight_scale = qweight.contiguous(), weight_scale.contiguous()
+    codes, row_scale, expert = ready(codes), ready(row_scale), ready(expert)
+    qweight, weight_scale = ready(qweight), ready(weight_scale)
     with torch.cuda.device(codes.device):
         registry.extension().expert_gemm_w4a4(  # type: ignore[union-attr]
             codes.data_ptr(),

@@ -103,7 +103,7 @@ def bias_float32(bias: torch.Tensor | None) -> torch.Tensor | None:
     return kept[1]
 
 
-def _ready(tensor: torch.Tensor) -> torch.Tensor:
+def ready(tensor: torch.Tensor) -> torch.Tensor:
     """Contiguous and 16-byte aligned."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.data_ptr() % 16 else tensor
@@ -157,7 +157,7 @@ def launch(
     if m == 0:
         return out
     groups = weight_scale.shape[1] if weight_scale.ndim == 2 else 0
-    codes, row_scale, weight_scale = _ready(codes), row_scale.contiguous(), weight_scale.contiguous()
+    codes, row_scale, weight_scale = ready(codes), row_scale.contiguous(), weight_scale.contiguous()
     weight = weight.contiguous()
     bias = bias_float32(bias)
     stored = out

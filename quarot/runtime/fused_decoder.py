@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
 from quarot.nn.expert_stack import ExpertStack
+from quarot.nn.joint import parameter_addresses
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
@@ -215,8 +216,7 @@ class FusedDecoder:
     def addresses(self) -> tuple[Any, ...]:
         """Changes whenever the model is moved or cast: what was recorded, or allocated for it, no longer fits then."""
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
-        codes = map(Tensor.data_ptr, map(itemgetter("qweight"), self._parameters))
-        return weight.dtype, weight.device, weight.data_ptr(), *codes
+        return weight.dtype, weight.device, weight.data_ptr(), *map(parameter_addresses, self._parameters)
 
     def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a backward through the decoder would reach that wants a gradient: the embeddings, given or not."""

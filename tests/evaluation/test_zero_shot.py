@@ -105,6 +105,11 @@ def successor(ids):
     return 4.0 * torch.nn.functional.one_hot((ids + 1) % 30, 30).double()
 
 
+def test_a_continuation_that_the_model_cannot_see_whole_is_refused():
+    with pytest.raises(ValueError, match="a continuation has 4 tokens; the model sees 3"):
+        likelihoods(successor, [(("", ""), [1], [2, 3, 4, 5])], batch_size=1, max_length=3, device=torch.device("cpu"))
+
+
 def test_likelihoods_of_continuations():
     pairs = [([3], [4, 5]), ([7, 1], [2]), ([9, 9, 9, 9, 4], [5, 9]), ([1], [2, 3, 4, 5])]
     requests = [(("", ""), *pair) for pair in pairs]

@@ -65,6 +65,22 @@ def test_one_exchanged_weight_is_noticed(model, token_ids, name, how):
     assert (found - model(token_ids).logits).norm() <= 2e-3 * found.norm()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["q_proj", "o_proj"])
+@pytest.mark.parametrize("what", ["weight_scale", "bias"])
+def test_an_exchanged_scale_or_bias_is_noticed(model, token_ids, name, what):
+    layer, fused = getattr(model.model.layers[1].self_attn, name), model.model.quarot_fused
+    if getattr(layer, what) is None:
+        pytest.skip(f"{name} has no {what}")
+    known, logits = addresses(fused, fused.session.cache), model(token_ids).logits
+    setattr(layer, what, nn.Parameter(getattr(layer, what).data * 1.5, requires_grad=False))
+    assert addresses(fused, fused.session.cache) != known
+    found = model(token_ids).logits
+    assert not torch.equal(found, logits)
+    quarot.runtime.fused_decoder.uninstall(model)
+    assert (found - model(token_ids).logits).norm() <= 2e-3 * found.norm()
+
+
 def test_joined_biases_follow_a_cast(model):
     group = model.model.quarot_fused.layers[0].qkv
     assert group.tensors()[2].dtype == torch.float32
