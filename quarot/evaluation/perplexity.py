@@ -90,7 +90,10 @@ def perplexity(
     if not len(ids):
         raise ValueError("the text is empty")
     if count == 0:
-        raise ValueError(f"the text has {len(ids)} tokens, fewer than one window of {window}: pass window={len(ids)}")
+        raise ValueError(
+            f"the text has {len(ids)} tokens, fewer than one window of {window}: "
+            f"pass window={len(ids)} (--window {len(ids)})"
+        )
     count = min(count, max_windows or count)
     windows = ids[: count * window].view(count, window)
     device = model.get_input_embeddings().weight.device

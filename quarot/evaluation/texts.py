@@ -56,13 +56,13 @@ def _wikitext2(split: str) -> str:
         from datasets import load_dataset
     except ImportError:
         raise TextUnavailable(
-            "wikitext2 needs the package datasets: pip install datasets, or name a text file instead"
+            "wikitext2 needs the package datasets: pip install datasets, or name a text file, or pydoc, instead"
         ) from None
     try:
         rows = load_dataset("Salesforce/wikitext", "wikitext-2-raw-v1", split=SPLITS[split])
     except Exception as error:  # datasets raises whatever its transport does
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        raise TextUnavailable(f"wikitext2 cannot be loaded ({reason}); name a text file instead") from error
+        raise TextUnavailable(f"wikitext2 cannot be loaded ({reason}); name a text file, or pydoc, instead") from error
     return JOINT.join(rows["text"])
 
 
