@@ -6,7 +6,8 @@
 // predecessor is: griddepcontrol.wait returns only when all of its memory is visible, triggered early or not.
 //
 // What is read before the wait: weights, their scales, biases and signs, which no kernel writes that triggers early; and in
-// decode attention whole stages of old tokens, with the length and the page ids, which are looked up again behind it.
+// decode attention whole stages of old tokens, with the length and the page ids, and in the experts' GEMM the experts of its
+// rows, which are looked up again behind it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -10,12 +10,6 @@
 
 namespace quarot::sm90 {
 
-#ifdef QUAROT_NO_EARLY_LAUNCH
-constexpr bool kEarlyLaunch = false;
-#else
-constexpr bool kEarlyLaunch = true;
-#endif
-
 /// Fills the visitor arguments in tree order: accumulator, token scale, channel scale, bias, then the node itself.
 template <class EpilogueArguments>
 void set_epilogue(EpilogueArguments& epilogue, GemmProblem const& p, float acc_multiplier) {
@@ -64,16 +58,11 @@ cudaError_t launch(GemmProblem const& p) {
         cudaError_t const error = cudaGetLastError();
         return error != cudaSuccess ? error : cudaErrorInvalidConfiguration;
     }
-    if (gemm.run(p.stream, nullptr, /*launch_with_pdl=*/kEarlyLaunch) != cutlass::Status::kSuccess) {
+    if (gemm.run(p.stream, nullptr, /*launch_with_pdl=*/true) != cutlass::Status::kSuccess) {
         cudaError_t const error = cudaGetLastError();
         return error != cudaSuccess ? error : cudaErrorLaunchFailure;
     }
     return cudaSuccess;
-}
-
-template <class Config>
-std::size_t workspace_bytes(GemmProblem const& p) {
-    return Config::Gemm::get_workspace_size(Config::arguments(p));
 }
 
 }  // namespace quarot::sm90

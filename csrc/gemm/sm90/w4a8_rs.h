@@ -5,9 +5,7 @@
 // compile).
 #pragma once
 
-#ifndef QUAROT_NO_EARLY_LAUNCH
 #define CUTLASS_ENABLE_GDC_FOR_SM90 1  // griddepcontrol.wait inside the kernel, so that it may be launched early (PDL)
-#endif
 
 #include "gemm/dequant_epilogue.h"
 #include "gemm/sm90/launch.h"
