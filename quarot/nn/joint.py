@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,14 +36,9 @@ def joined(members: Sequence[QuantLinear]) -> Joint:
 
 
 def _addresses(members: Sequence[QuantLinear]) -> tuple[int, ...]:
-    return tuple(address for m in members for address in parameter_addresses(m._parameters))
-
-
-def parameter_addresses(parameters: Mapping[str, torch.Tensor | None]) -> tuple[int, ...]:
-    """Where the codes, scales and bias of a layer are: its ``_parameters``, which saves Python code a look-up."""
-    bias = parameters.get("bias")
-    codes, scale = parameters["qweight"], parameters["weight_scale"]
-    return codes.data_ptr(), scale.data_ptr(), 0 if bias is None else bias.data_ptr()  # type: ignore[union-attr]
+    """Of codes, scales and biases, from ``_parameters``, which saves Python code a look-up."""
+    tensors = [m._parameters.get(name) for name in ("qweight", "weight_scale", "bias") for m in members]
+    return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
 
 
 def _join(members: Sequence[QuantLinear]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from quarot.ops.gemm_launch import ready
 from quarot.ops.quantize_per_token import DTYPE_CODES
 from quarot.ops.registry import define_op, extension, stream
 
@@ -49,8 +50,7 @@ def cuda(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = fake(x, weight)
     if not out.numel() or not weight.numel():
         return out.zero_()
-    x, weight = x.contiguous(), weight.contiguous()
-    x = x.clone() if x.data_ptr() % 16 else x
+    x, weight = ready(x), weight.contiguous()
     with torch.cuda.device(x.device):
         for start in range(0, weight.shape[0], _MOST_TOKENS):
             some = weight[start : start + _MOST_TOKENS]

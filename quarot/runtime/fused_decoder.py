@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -23,7 +24,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
 from quarot.nn.expert_stack import ExpertStack
-from quarot.nn.joint import parameter_addresses
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
@@ -133,7 +133,7 @@ class FusedDecoder:
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, of the model starts without the recorded graphs, which belong to this one's memory."""
         state = vars(self) | {"session": None}
-        for name in ("_attributes", "_parameters"):
+        for name in ("_attributes", "_parameters", "_biased"):
             state.pop(name, None)
         return state
 
@@ -148,6 +148,10 @@ class FusedDecoder:
     def _parameters(self) -> list[dict[str, Tensor]]:
         """Of every linear layer."""
         return [member._parameters for group in self._groups() for member in group.members]  # type: ignore[misc]
+
+    @functools.cached_property
+    def _biased(self) -> list[dict[str, Tensor]]:
+        return [parameters for parameters in self._parameters if parameters.get("bias") is not None]
 
     def _groups(self) -> Iterator[LinearGroup | ExpertStack]:
         return (group for layer in self.layers for group in layer.groups())
@@ -216,7 +220,10 @@ class FusedDecoder:
     def addresses(self) -> tuple[Any, ...]:
         """Changes whenever the model is moved or cast: what was recorded, or allocated for it, no longer fits then."""
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
-        return weight.dtype, weight.device, weight.data_ptr(), *map(parameter_addresses, self._parameters)
+        names = ("qweight", "weight_scale")
+        tensors = chain.from_iterable(map(itemgetter(name), self._parameters) for name in names)
+        biases = map(itemgetter("bias"), self._biased)
+        return weight.dtype, weight.device, weight.data_ptr(), *map(Tensor.data_ptr, chain(tensors, biases))
 
     def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a backward through the decoder would reach that wants a gradient: the embeddings, given or not."""
