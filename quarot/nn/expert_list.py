@@ -162,10 +162,9 @@ class ExpertList(nn.Module):
 
     def _stacked(self, index: torch.Tensor) -> bool:
         """Whether these choices [tokens, k] go through one GEMM for all experts."""
-        few = index.numel() <= STACKED_ROWS * len(self.gate_up) or (
-            index.is_cuda and _recorded()
-        )  # a recording cannot wait for the host
-        return few and self.stacks is not None and self.gate_up[0].qweight.is_cuda
+        few = index.numel() <= STACKED_ROWS * len(self.gate_up)
+        waits = not (index.is_cuda and _recorded())  # a recording cannot wait for the host, which a loop does
+        return (few or not waits) and self.stacks is not None and self.gate_up[0].qweight.is_cuda
 
     def _run_stacked(
         self, codes: torch.Tensor, scale: torch.Tensor, index: torch.Tensor, dtype: torch.dtype
