@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import inspect
 import json
 import os
 import time
@@ -23,8 +24,9 @@ from quarot.evaluation.half_hadamard import half_hadamard
 from quarot.evaluation.paper import Experiment, Table
 from quarot.evaluation.perplexity import check_at_least_1, check_sizes, encode, perplexity
 from quarot.evaluation.residual_stream import residual_bits
-from quarot.evaluation.sharing import retarget, run_time_of, shareable, shares_weights, weights_key
+from quarot.evaluation.sharing import resolved, retarget, run_time_of, shareable, shares_weights, weights_key
 from quarot.progress import progress_bar
+from quarot.rotation.planning import SWITCHES
 
 Row = dict[str, Any]
 
@@ -40,7 +42,8 @@ class Reproduction:
         load: makes a fresh full-precision model; called once for each set of weights.
         tokenizer: of the model.
         text, calibration: evaluation and calibration text.
-        out: folder; ``TABLE.json`` in it has the rows of a table, and those already in it are not run again.
+        out: folder; ``TABLE.json`` in it has the rows of a table, and those already in it are not run again, unless
+            what a setting stands for has changed since (a default, a preset): then a new row takes the old one's place.
         windows: evaluate the first ones only.
         window: tokens in each.
         samples, length: calibration windows and their length.
@@ -110,10 +113,20 @@ class Reproduction:
                     print(f"{name}: {experiment.setting}, seed {seed}", flush=True)
                 figures = self._measure(experiment, seed, self.tables[name].zero_shot)
             for each in missing[work]:
-                self.rows[each[0]].append({**self._key(*each), **figures, "date": _now()})
-                self._save(each[0])
+                self._add({**self._key(*each), **figures, "date": _now()}, self._key(*each))
         self._kept = ("", None)
-        return {name: [row for row in rows if _matches(row, self.common)] for name, rows in self.rows.items()}
+        return {name: [row for row in rows if self._counts(name, row)] for name, rows in self.rows.items()}
+
+    def _add(self, row: Row, key: Row) -> None:
+        """Save a row; one of the same setting with other options, measured before a default changed, makes way."""
+        name, same = row["table"], {field: value for field, value in key.items() if field != "options"}
+        self.rows[name] = [old for old in self.rows[name] if not _matches(old, same)] + [row]
+        self._save(name)
+
+    def _counts(self, name: str, row: Row) -> bool:
+        """Whether a row is of this model, these texts and sizes, and of what its setting stands for now."""
+        options = {experiment.setting: _options(experiment) for experiment in self.tables[name].experiments}
+        return _matches(row, self.common) and row.get("options") == options.get(row["setting"])
 
     def _wanted(self, seeds: int) -> Iterator[tuple[str, Experiment, int]]:
         for name, table in self.tables.items():
@@ -124,7 +137,8 @@ class Reproduction:
     def _key(self, name: str, experiment: Experiment, seed: int) -> Row:
         """Everything that a row's figures depend on."""
         asked: Row = {"tasks_asked": sorted(self.tasks), "limit": self.limit} if self.tables[name].zero_shot else {}
-        return {"table": name, "setting": experiment.setting, "seed": seed, **self.common, **asked}
+        options = _options(experiment)
+        return {"table": name, "setting": experiment.setting, "seed": seed, **self.common, **asked, "options": options}
 
     def _work(self, name: str, experiment: Experiment, seed: int) -> str:
         """Equal for rows with equal figures; starts with what their weights depend on."""
@@ -231,6 +245,18 @@ def _read(path: Path) -> list[Row]:
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path} is not a JSON list of rows; move it away, or choose another folder")
     return rows
+
+
+def _options(experiment: Experiment) -> str:
+    """A digest of all that an experiment does to a model, whether it says so or leaves it to a default."""
+    rotate = None if experiment.rotate is None else {**_rotation_defaults(), **experiment.rotate}
+    parts = [rotate, resolved(experiment.quantize), experiment.residual_bits, experiment.half_hadamard]
+    return _digest(json.dumps(parts, sort_keys=True))
+
+
+def _rotation_defaults() -> Row:
+    parameters = inspect.signature(quarot.rotate_model).parameters
+    return {name: parameters[name].default for name in SWITCHES}
 
 
 def _matches(row: Row, key: Row) -> bool:

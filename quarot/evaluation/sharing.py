@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from quarot.config import QuarotConfig
+from quarot.quantization.presets import with_preset
 
 RUN_TIME = ("a_bits", "a_clip", "a_group_size", "k_bits", "v_bits", "kv_group_size", "k_clip", "v_clip", "kv_clip")
 """Fields that plain GPTQ and rounding do not see: activations and the cache are in full precision meanwhile."""
@@ -42,10 +43,15 @@ def shareable(quantize: dict[str, Any]) -> dict[str, Any]:
 
 def weights_key(rotate: dict[str, Any] | None, quantize: dict[str, Any] | None, seed: int) -> str:
     """Equal for models with equal weights, whether fields are given or left at their defaults."""
-    fields = None if quantize is None else weights_of(quantize)
-    if fields is not None and "preset" not in fields:
-        fields = QuarotConfig(**fields).to_dict()
-    return json.dumps([rotate, fields, seed], sort_keys=True)
+    return json.dumps([rotate, resolved(None if quantize is None else weights_of(quantize)), seed], sort_keys=True)
+
+
+def resolved(quantize: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Every field of a setting as it counts: the preset's, those given, and the defaults of the rest."""
+    if quantize is None:
+        return None
+    fields = dict(quantize)
+    return with_preset(None, fields.pop("preset", None), fields).to_dict()
 
 
 def run_time_of(quantize: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import quarot
+from quarot.config import QuarotConfig
 from quarot.evaluation import reproduce
 from quarot.evaluation.paper import TABLES, TASKS, Experiment, Table, paper_model
 from quarot.evaluation.reproduce import Reproduction
 from quarot.evaluation.reproduced_table import markdown
 from quarot.evaluation.sharing import retarget, shareable, weights_key
-from quarot.quantization.presets import with_preset
+from quarot.quantization.presets import PRESETS, with_preset
 
 
 class Letters:
@@ -144,6 +145,43 @@ def test_rows_of_another_model_or_text_are_not_taken_for_its_own(tiny_model, tmp
     assert [len(rows) for rows in (ours, other, shorter)] == [1, 1, 1]
     assert len(json.loads((tmp_path / "t.json").read_text())) == 3
     assert reproduction(tiny_model, tmp_path, table, model="a").run()["t"] == ours
+
+
+RTN = Experiment("rtn", quantize={"w_method": "rtn", "a_bits": 16, "k_bits": 16, "v_bits": 16})
+
+
+def test_a_row_measured_under_another_default_is_measured_again(tiny_model, tmp_path, monkeypatch):
+    """The row says nothing of w_clip_norm itself: its default decides, and another one makes another row."""
+    table = Table("Title", (Experiment("full", None), RTN))
+    before = reproduction(tiny_model, tmp_path, table).run()["t"]
+    loads = []
+    assert reproduction(tiny_model, tmp_path, table, loads).run()["t"] == before
+    assert not loads
+
+    defaults = QuarotConfig._default_clips
+    monkeypatch.setattr(QuarotConfig, "_default_clips", lambda self: {**defaults(self), "w_clip_norm": 8.0})
+    after = reproduction(tiny_model, tmp_path, table, loads).run()["t"]
+    assert len(loads) == 1
+    assert after[0] == before[0]
+    assert after[1]["ppl"] != before[1]["ppl"]
+    assert json.loads((tmp_path / "t.json").read_text()) == after
+
+
+def test_a_row_measured_under_another_preset_is_measured_again(tiny_model, tmp_path, monkeypatch):
+    preset = Experiment("preset", quantize={"preset": "layerwise", "w_method": "rtn", "a_clip_search": False})
+    table = Table("Title", (preset,))
+    (before,) = reproduction(tiny_model, tmp_path, table).run()["t"]
+    monkeypatch.setitem(PRESETS, "layerwise", {**PRESETS["layerwise"], "a_clip": 0.5})
+    (after,) = reproduction(tiny_model, tmp_path, table).run()["t"]
+    assert after["ppl"] != before["ppl"]
+
+
+def test_a_row_that_does_not_say_what_it_was_measured_under_is_not_trusted(tiny_model, tmp_path):
+    (row,) = reproduction(tiny_model, tmp_path, Table("Title", (RTN,))).run()["t"]
+    old = {name: value for name, value in row.items() if name != "options"}
+    (tmp_path / "t.json").write_text(json.dumps([old | {"ppl": 1.0}]))
+    (again,) = reproduction(tiny_model, tmp_path, Table("Title", (RTN,))).run()["t"]
+    assert again["ppl"] == row["ppl"]
 
 
 FP = {"w_bits": 16, "a_bits": 16, "k_bits": 16, "v_bits": 16}
