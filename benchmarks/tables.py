@@ -41,7 +41,11 @@ def speed_tables(results: Path = RESULTS) -> str:
     return "\n\n".join(parts) or "No measurements yet."
 
 
-_Measured = tuple[str, str, int, str, str]  # table, setting, windows, text, options
+_Measured = tuple[str, str, int, str, str, int]  # table, setting, windows, text, options, calibration windows
+
+
+_SAMPLES = 128
+"""Calibration windows of rows that do not say."""
 
 
 def _accuracy_rows(results: Path) -> dict[_Measured, dict[int, dict[str, Any]]]:
@@ -54,7 +58,8 @@ def _accuracy_rows(results: Path) -> dict[_Measured, dict[int, dict[str, Any]]]:
         if row.get("ppl") is None or row["table"] == "options":
             continue
         fields = ", ".join(f"{name}={value}" for name, value in sorted((row.get("fields") or {}).items()))
-        seeds = groups.setdefault((row["table"], row["setting"], row["windows"], row.get("text"), fields), {})
+        measured = row["table"], row["setting"], row["windows"], row.get("text"), fields, row.get("samples", _SAMPLES)
+        seeds = groups.setdefault(measured, {})
         if seeds and next(iter(seeds.values())).get("commit") != row.get("commit"):
             seeds.clear()
         seeds[row.get("seed")] = row
@@ -85,13 +90,16 @@ def accuracy_table(results: Path = RESULTS) -> str:
             "windows": windows,
             "text": text,
             "commit": str(next(iter(seeds.values())).get("commit") or "")[:7],
+            "calibration": "" if samples == _SAMPLES else samples,
             "options": fields,
         }
-        for (name, setting, windows, text, fields), seeds in groups.items()
+        for (name, setting, windows, text, fields, samples), seeds in groups.items()
     ]
     columns = ("table", "setting", "ppl", "seeds", "range", "windows", "text", "commit")
-    columns += ("options",) if any(row["options"] for row in shown) else ()
-    return "Each row is of the newest commit that its setting was measured at.\n\n" + table(shown, columns)
+    columns += tuple(name for name in ("calibration", "options") if any(row[name] for row in shown))
+    of = f"What calibrates does so on {_SAMPLES} windows, or those of the column that is named after it."
+    said = "Each row is of the newest commit that its setting was measured at."
+    return f"{said} {of if 'calibration' in columns else ''}".strip() + "\n\n" + table(shown, columns)
 
 
 _SHOWN = {
@@ -115,7 +123,8 @@ _SHOWN = {
 def accuracy_summary(results: Path = RESULTS) -> str:
     """The README's accuracy table: a setting a row, a text a column, each at the most windows it was measured on."""
     cells: dict[tuple[str, str], tuple[int, dict[int, dict[str, Any]]]] = {}
-    for (_, setting, windows, text, fields), seeds in _accuracy_rows(results).items():
+    groups = sorted(_accuracy_rows(results).items(), key=lambda group: -group[0][-1])  # the most calibration first
+    for (_, setting, windows, text, fields, _), seeds in groups:
         if setting in _SHOWN and not fields and windows > cells.get((setting, text), (0, {}))[0]:
             cells[setting, text] = windows, seeds
     if not cells:

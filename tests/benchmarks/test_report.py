@@ -151,6 +151,15 @@ def test_rows_with_options_of_their_own_are_not_averaged(tmp_path):
     assert "| aaaaaaa | a_clip=0.8 |" in text
 
 
+def test_rows_calibrated_on_fewer_windows_are_not_averaged_with_others(tmp_path):
+    plain = {"table": "main", "setting": "gptq", "ppl": 50.0, "windows": 147, "commit": "aaaaaaa"}
+    rows = [{**plain, "seed": 0}, {**plain, "seed": 1, "ppl": 52.0, "samples": 32}]
+    report.append(rows, tmp_path / "accuracy-smollm2.json")
+    text = tables.accuracy_table(tmp_path)
+    assert "| main | gptq | 50 | 1 |  | 147 |  | aaaaaaa |  |" in text
+    assert "| main | gptq | 52 | 1 |  | 147 |  | aaaaaaa | 32 |" in text
+
+
 def test_the_readme_shows_a_setting_a_row_and_a_text_a_column(tmp_path):
     def row(table, setting, seed, ppl, windows=147, text="wikitext2-raw-test.txt"):
         stamps = {"windows": windows, "text": text, "commit": "aaaaaaa1"}
