@@ -14,12 +14,13 @@ tokens are there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from quarot.nn.expert_stack import ExpertStack
+from quarot.nn.hooks import HookWatch
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
 from quarot.ops import expert_gemm_w4a4
@@ -46,6 +47,7 @@ class ExpertList(nn.Module):
         act_fn: activation of the gate.
         integer: whether all experts quantise alike, so that they share their quantisers (:meth:`settle`).
         stacks: the projections as one GEMM each takes them; None where it cannot.
+        watch: says whether an integer expert has a hook, and must be called as a module.
         origin: the module that this one took the place of, its weights on ``meta``; in a tuple, so that it is no child.
     """
 
@@ -56,6 +58,7 @@ class ExpertList(nn.Module):
         self.act_fn = act_fn
         self.integer = False
         self.stacks: tuple[ExpertStack, ExpertStack] | None = None
+        self.watch = HookWatch(())
         self.origin: tuple[nn.Module, ...] = ()
 
     @classmethod
@@ -94,7 +97,7 @@ class ExpertList(nn.Module):
             and isinstance(self.act_fn, nn.Module)
             and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
         )
-        self.stacks = None
+        self.stacks, self.watch = None, HookWatch(module for _, module, _ in self.linears())
         if self.obstacle() is None:
             self.stacks = ExpertStack(self.gate_up), ExpertStack(self.down)
         self._join()
@@ -132,7 +135,7 @@ class ExpertList(nn.Module):
         """
         if not len(hidden):
             return torch.zeros_like(hidden)
-        if self.integer and not _hooked(m for _, m, _ in self.linears()):
+        if self.integer and self.watch.find() is None:
             return inference_only("ExpertList", lambda x: self._quantized(x, top_k_index, top_k_weights), hidden)
         order, token, parts = self._sorted(top_k_index)
         outs = [self.expert(index, hidden[token[a:b]]) for index, a, b in parts]
@@ -214,11 +217,6 @@ class ExpertList(nn.Module):
 
     def extra_repr(self) -> str:
         return f"experts={len(self.gate_up)}"
-
-
-def _hooked(layers: Iterable[nn.Module]) -> bool:
-    """Whether anything waits for a call of one of these layers: the user, or accelerate with weights."""
-    return any(m._forward_hooks or m._forward_pre_hooks or "_hf_hook" in vars(m) for m in layers)
 
 
 def _recorded() -> bool:

@@ -32,6 +32,7 @@ def joined(members: Sequence[QuantLinear]) -> Joint:
         joint = Joint(*_join(members), _addresses(members))
         for m in members:
             m.joint = joint
+        QuantLinear.moves += 1
     return joint
 
 

@@ -48,6 +48,9 @@ class QuantLinear(nn.Module):
     """The tensors that this layer's are views of (:class:`quarot.nn.joint.Joint`). It belongs to the layer
     and is let go as soon as a parameter moves, so that the memory is free at once and not at the next forward."""
 
+    moves = 0
+    """How often parameters of any layer were moved, assigned or joined: who keeps many addresses looks here first."""
+
     def __init__(
         self,
         in_features: int,
@@ -209,7 +212,7 @@ class QuantLinear(nn.Module):
         def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
             out = fn(tensor)
             if out is not tensor:
-                self.joint = None
+                self._moved()
             return tensor.to(out.device) if id(tensor) in kept and out.dtype != tensor.dtype else out
 
         return super()._apply(keep_dtype, recurse)
@@ -217,7 +220,11 @@ class QuantLinear(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """As in ``nn.Module``: also what assigning a parameter does."""
         super().register_parameter(name, param)
+        self._moved()
+
+    def _moved(self) -> None:
         self.joint = None
+        QuantLinear.moves += 1
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have tensors of their own, which lie wherever they were put."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quarot.nn.hooks import HookWatch
 from quarot.nn.page_table import slots_of
 from quarot.ops.add_rms_norm import add_rms_norm
 from quarot.ops.begin_step import begin_step
@@ -24,10 +25,14 @@ class Boundary:
         rotary: gives cos and sin [B, T, R] for ``(hidden, position_ids=..)``.
         final_norm: of the last layer's output.
         eps: of the final norm.
+
+    Attributes:
+        watch: says whether one of them has a hook, which a recorded step would not call.
     """
 
     def __init__(self, embed: nn.Module, rotary: Any, final_norm: nn.Module, eps: float) -> None:
         self.embed, self.rotary, self.final_norm, self.eps = embed, rotary, final_norm, eps
+        self.watch = HookWatch([embed, rotary, final_norm])
         gain: Any = getattr(final_norm, "weight", None)
         self._no_gain = gain is None or (not gain.is_meta and bool((gain == 1).all()))
 
@@ -35,7 +40,7 @@ class Boundary:
         self, ids: Tensor, before: Tensor, positions: Tensor, table: Tensor, page_size: int, advance: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """hidden [B, H], lengths, slots, cos and sin [B, R] of one new token a row (:mod:`quarot.ops.begin_step`)."""
-        if type(self.embed) is nn.Embedding and not _hooked(self.embed) and self._fixed_frequencies():
+        if type(self.embed) is nn.Embedding and self._fixed_frequencies() and self.watch.find() is None:
             frequency, scaling = self.rotary.inv_freq.float(), float(self.rotary.attention_scaling)
             weight = self.embed.weight.data
             return begin_step(ids, weight, before, positions, table, frequency, scaling, page_size, advance)
@@ -50,15 +55,11 @@ class Boundary:
 
     def finish(self, residual: Tensor, delta: Tensor) -> Tensor:
         """The final norm of ``residual + delta`` [M, hidden]."""
-        if self._no_gain and not _hooked(self.final_norm):
+        if self._no_gain and self.watch.find() is None:
             return add_rms_norm(delta, residual, self.eps)
         return self.final_norm(residual + delta)
 
     def _fixed_frequencies(self) -> bool:
         kind = getattr(self.rotary, "rope_type", None)
         known = isinstance(kind, str) and "dynamic" not in kind and kind != "longrope"
-        return known and not _hooked(self.rotary) and isinstance(getattr(self.rotary, "inv_freq", None), Tensor)
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks) or hasattr(module, "_hf_hook")
+        return known and isinstance(getattr(self.rotary, "inv_freq", None), Tensor)

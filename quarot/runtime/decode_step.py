@@ -49,7 +49,9 @@ class DecodeStep:
         from quarot.runtime.decode_graph import enabled, graph_for
 
         batch, cache, step = ids.shape[0], self.cache, self.step
-        if not self.whole or not enabled(ids.device) or torch.cuda.is_current_stream_capturing():
+        if not self.whole or not enabled(ids.device) or fused.boundary.watch.find() is not None:
+            return None
+        if torch.cuda.is_current_stream_capturing():
             return None
         with self._undone_on_failure():
             for pages in cache.layers:

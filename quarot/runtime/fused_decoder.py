@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter, itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
 from quarot.nn.expert_stack import ExpertStack
+from quarot.nn.hooks import HookWatch
 from quarot.nn.quant_kv_cache import QuantKVCache
+from quarot.nn.quant_linear import QuantLinear
 from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
 from quarot.runtime.decode_step import DecodeStep
@@ -36,7 +38,6 @@ logger = logging.getLogger("quarot")
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "smollm3")
 """Families whose layers are exactly norm, attention, add, norm, SiLU-gated MLP (or experts that are such), add."""
 
-_RECORDER = "transformers.utils.output_capturing"
 _RECORDING = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
@@ -88,19 +89,27 @@ def _size(kwargs: dict[str, Any]) -> str:
     return "nothing" if given is None else f"{given.shape[0]} x {given.shape[1]} tokens"
 
 
-def _hooked(module: nn.Module) -> bool:
-    """Whether somebody waits for calls of a module.
-
-    transformers leaves its recording hooks behind after the first forward that recorded hidden states or attention
-    weights; in any other forward they do nothing.
-    """
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return hasattr(module, "_hf_hook") or any(getattr(hook, "__module__", "") != _RECORDER for hook in hooks)
-
-
 @functools.cache
 def _say_once(reason: str) -> None:
     logger.info("this forward takes the unfused path: %s", reason)
+
+
+class _Look(NamedTuple):
+    """Where the experts were when there had been so many moves (:attr:`QuantLinear.moves`)."""
+
+    moves: int
+    devices: set[torch.device]
+    addresses: tuple[int, ...]
+
+
+def _devices(parameters: list[dict[str, Tensor]]) -> set[torch.device]:
+    return set(map(attrgetter("device"), map(itemgetter("qweight"), parameters)))
+
+
+def _addresses(parameters: list[dict[str, Tensor]]) -> Iterator[int]:
+    """Of codes and scales."""
+    tensors = (map(itemgetter(name), parameters) for name in ("qweight", "weight_scale"))
+    return map(Tensor.data_ptr, chain.from_iterable(tensors))
 
 
 class FusedDecoder:
@@ -128,26 +137,29 @@ class FusedDecoder:
         self.layers = [FusedLayer(layer, architecture, self.config, heads) for layer in layers]
         self.output = BaseModelOutputWithPast if architecture.experts is None else MoeModelOutputWithPast
         self.session: Any = None  # of quarot.runtime.generate
-        self._inner = [module for layer in layers for module in layer.modules()]
+        self._experts: _Look | None = None
+        self.watch = HookWatch(module for layer in layers for module in layer.modules())
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, of the model starts without the recorded graphs, which belong to this one's memory."""
-        state = vars(self) | {"session": None}
-        for name in ("_attributes", "_parameters", "_biased"):
+        state = vars(self) | {"session": None, "_experts": None}
+        for name in ("_parameters", "_of_experts", "_biased"):
             state.pop(name, None)
         return state
 
     # Every token of ``model.generate`` looks through these. They are dictionaries, since a look into a module runs
     # Python code: for hundreds of modules that took longer than a decode step.
     @functools.cached_property
-    def _attributes(self) -> list[dict[str, Any]]:
-        """Of every module inside the layers."""
-        return [vars(module) for module in self._inner]
+    def _parameters(self) -> list[dict[str, Tensor]]:
+        """Of every linear layer that is no expert."""
+        groups = (group for group in self._groups() if isinstance(group, LinearGroup))
+        return [member._parameters for group in groups for member in group.members]  # type: ignore[misc]
 
     @functools.cached_property
-    def _parameters(self) -> list[dict[str, Tensor]]:
-        """Of every linear layer."""
-        return [member._parameters for group in self._groups() for member in group.members]  # type: ignore[misc]
+    def _of_experts(self) -> list[dict[str, Tensor]]:
+        """Of every expert's linear layers."""
+        groups = (group for group in self._groups() if isinstance(group, ExpertStack))
+        return [member._parameters for group in groups for member in group.members]  # type: ignore[misc]
 
     @functools.cached_property
     def _biased(self) -> list[dict[str, Tensor]]:
@@ -168,10 +180,13 @@ class FusedDecoder:
             return "the model is in training mode"
         if self.config._attn_implementation not in ALL_ATTENTION_FUNCTIONS:  # eager is a function of each model file
             return f"attention is {self.config._attn_implementation!r}"
-        for module, has in zip(self._inner, self._attributes, strict=True):
-            if (has["_forward_hooks"] or has["_forward_pre_hooks"] or "_hf_hook" in has) and _hooked(module):
-                return f"{type(module).__name__} has a hook"
-        devices = set(map(attrgetter("device"), map(itemgetter("qweight"), self._parameters)))
+        ids = kwargs.get("input_ids")
+        if ids is None or ids.shape[1] > 1:  # a prompt: who knows what happened since the last one
+            self._experts = None
+        hooked = self.watch.find()
+        if hooked is not None:
+            return f"{type(hooked).__name__} has a hook"
+        devices = _devices(self._parameters) | self._look_at_experts().devices
         if devices != {self.embed.weight.device}:
             return "the layers are on several devices"
         return None
@@ -218,12 +233,22 @@ class FusedDecoder:
             group.tensors()
 
     def addresses(self) -> tuple[Any, ...]:
-        """Changes whenever the model is moved or cast: what was recorded, or allocated for it, no longer fits then."""
+        """Changes whenever the model is moved or cast: what was recorded, or allocated for it, no longer fits then.
+
+        Thousands of experts are looked at only when a layer was moved or a parameter assigned since, and with every
+        prompt. So one ``parameter.data = ..`` of an expert between two tokens counts from the next prompt on; writing
+        into it (``copy_``) always does.
+        """
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
-        names = ("qweight", "weight_scale")
-        tensors = chain.from_iterable(map(itemgetter(name), self._parameters) for name in names)
-        biases = map(itemgetter("bias"), self._biased)
-        return weight.dtype, weight.device, weight.data_ptr(), *map(Tensor.data_ptr, chain(tensors, biases))
+        biases = map(Tensor.data_ptr, map(itemgetter("bias"), self._biased))
+        experts = self._look_at_experts().addresses
+        return weight.dtype, weight.device, weight.data_ptr(), *_addresses(self._parameters), *biases, experts
+
+    def _look_at_experts(self) -> _Look:
+        if self._experts is None or self._experts.moves != QuantLinear.moves:
+            parameters = self._of_experts
+            self._experts = _Look(QuantLinear.moves, _devices(parameters), tuple(_addresses(parameters)))
+        return self._experts
 
     def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:
         """What a backward through the decoder would reach that wants a gradient: the embeddings, given or not."""

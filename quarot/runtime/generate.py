@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quarot.memory import out_of_memory
+from quarot.nn.hooks import HookWatch
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.partial_attention import TILE
 from quarot.nn.quant_kv_cache import QuantKVCache
@@ -73,7 +74,7 @@ def generate(
 
     Raises:
         ValueError: arguments that do not fit.
-        NotImplementedError: the model has no fused decoder path (the message says why).
+        NotImplementedError: the model has no fused decoder path, or cannot take it now (the message says why).
 
     Calls from several threads are served one after the other.
     """
@@ -238,6 +239,12 @@ def _fused(model: Any) -> FusedDecoder:
         raise NotImplementedError(
             "quarot.generate needs a model quantised by quarot with the fused decoder path "
             "(logger 'quarot' at level INFO says why it is off); use model.generate"
+        )
+    hooked = HookWatch([*fused.boundary.watch.modules, model.get_output_embeddings()]).find()
+    reason = fused.obstacle((), {}) if hooked is None else f"{type(hooked).__name__} has a hook"
+    if reason is not None:
+        raise NotImplementedError(
+            f"quarot.generate records its steps, which cannot be done now: {reason}; use model.generate"
         )
     return fused
 

@@ -115,20 +115,14 @@ def test_prefill_in_chunks_stays_close(model, token_ids):
     assert 0 < (whole - parts).norm() < 0.3 * whole.norm()
 
 
-def test_a_long_prompt_never_meets_a_layer_or_the_head_at_once(model, token_ids):
+def test_a_long_prompt_never_meets_a_layer_or_the_head_at_once(model, token_ids, monkeypatch):
     """What bounds memory: a chunk of tokens in each layer, and one token a row in front of the vocabulary."""
     fused = vars(model.model)["quarot_fused"]
     seen: dict[str, list[int]] = {"layers": [], "head": []}
-    forward, head = (
-        fused.run_layers,
-        model.lm_head.register_forward_pre_hook(lambda _, args: seen["head"].append(args[0].shape[:-1].numel())),
-    )
-    fused.run_layers = lambda hidden, attend: seen["layers"].append(len(hidden)) or forward(hidden, attend)
-    try:
-        quarot.generate(model, token_ids, max_new_tokens=1, prefill_chunk=8)
-    finally:
-        head.remove()
-        del fused.run_layers
+    layers, head = fused.run_layers, model.lm_head.forward
+    monkeypatch.setattr(fused, "run_layers", lambda x, attend: seen["layers"].append(len(x)) or layers(x, attend))
+    monkeypatch.setattr(model.lm_head, "forward", lambda x: seen["head"].append(x.shape[:-1].numel()) or head(x))
+    quarot.generate(model, token_ids, max_new_tokens=1, prefill_chunk=8)
     batch, length = token_ids.shape
     assert max(seen["layers"]) == 8
     assert sum(seen["layers"]) == batch * length

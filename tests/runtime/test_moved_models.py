@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 import quarot
+from quarot.nn import hooks
+from quarot.runtime import fused_decoder
 from quarot.runtime.decode_graph import addresses
 
 
@@ -103,6 +105,63 @@ def test_a_token_looks_into_no_module_by_python_code(model, monkeypatch):
     assert fused.obstacle((), {}) is None
     assert addresses(fused, fused.session.cache)
     assert len(calls) <= 4
+
+
+def test_a_token_looks_at_experts_only_when_something_has_moved(tiny_model, token_ids, monkeypatch):
+    model = tiny_model("mixtral")
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", progress=False)
+    fused, looked, look = model.model.quarot_fused, [], fused_decoder._addresses
+    token, prompt = {"input_ids": token_ids[:, :1]}, {"input_ids": token_ids}
+    experts = len(fused._of_experts)
+    monkeypatch.setattr(fused_decoder, "_addresses", lambda some: looked.append(len(some)) or look(some))
+
+    def looks(kwargs):
+        looked.clear()
+        assert fused.obstacle((), kwargs) is None
+        known = fused.addresses()
+        return looked.count(experts), known
+
+    _, known = looks(token)
+    assert looks(token) == (0, known)
+    assert looks(prompt) == (1, known)
+    layer = model.model.layers[1].mlp.experts.down[2]
+    layer.weight_scale = nn.Parameter(2 * layer.weight_scale.data, requires_grad=False)
+    assert looks(token)[0] == 1 and looks(token)[1] != known
+    layer.weight_scale.data = layer.weight_scale.data / 2
+    known = looks(token)[1]
+    assert looks(prompt)[1] != known
+    known = looks(token)[1]
+    model(token_ids)  # joins nothing here, but would on a GPU
+    for stack in fused.layers[1].mlp.groups():
+        stack.tensors()
+    assert looks(token)[1] != known
+
+
+def test_hooks_are_looked_for_only_when_there_is_a_new_one(model, monkeypatch):
+    fused, looked, waits = model.model.quarot_fused, [], hooks._waits
+    monkeypatch.setattr(hooks, "_waits", lambda module: looked.append(module) or waits(module))
+    other = nn.Linear(2, 2)
+    handle = other.register_forward_hook(lambda *_: None)
+    assert fused.obstacle((), {}) is None and len(looked) == len(fused.watch.modules)
+    assert fused.obstacle((), {}) is None and len(looked) == len(fused.watch.modules)
+    handle.remove()
+    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(lambda *_: None)
+    assert "has a hook" in fused.obstacle((), {})
+    assert "has a hook" in copy.deepcopy(model).model.quarot_fused.obstacle((), {})
+
+
+@pytest.mark.parametrize("place", ["model.norm", "model.embed_tokens", "lm_head", "model.layers.1.mlp"])
+def test_recorded_steps_are_refused_where_a_hook_waits(model, token_ids, place):
+    """They would call it while recording, and then never again."""
+    seen = []
+    handle = model.get_submodule(place).register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(NotImplementedError, match=r"has a hook; use model\.generate"):
+        quarot.generate(model, token_ids, max_new_tokens=4)
+    model.generate(token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=4, eos_token_id=None)
+    assert len(seen) == 4
+    handle.remove()
+    assert quarot.generate(model, token_ids, max_new_tokens=4).shape[0] == 2 and len(seen) == 4
 
 
 def test_a_hook_is_seen_whatever_happened_to_the_dictionary_of_hooks(model):
