@@ -48,11 +48,12 @@ def kept(call: Callable[..., Any], skip: Callable[..., bool] = lambda *a: True) 
 def parts(model: Any) -> dict[str, tuple[Any, str, Callable[..., bool]]]:
     """Owner and name of the function behind each part, and which of its calls belong to it."""
     layer = vars(model.model)["quarot_fused"].layers[0]
+    groups = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.mlp.gate_up, "down": layer.mlp.down}
     head = model.get_output_embeddings()
     always = lambda *a: True  # noqa: E731
 
     def group(name: str, method: str) -> tuple[Any, str, Callable[..., bool]]:
-        like = getattr(layer, name)
+        like = groups[name]
         shape = (like.out_features, like.first.in_features)
         return LinearGroup, method, lambda self, *a: (self.out_features, self.first.in_features) == shape
 
