@@ -3,7 +3,8 @@
 ``python benchmarks/accuracy.py MODEL --text FILE --calibration FILE [--settings w4a4kv4-gptq,kv4] [--windows 4]``
 
 Every (setting, seed) is one row of the results file; rows that are there already are skipped, so an interrupted run
-continues. The protocol is GPTQ's and the paper's: non-overlapping windows of 2048 tokens, the remainder dropped.
+continues, unless they say that a default was another one then. The protocol is GPTQ's and the paper's: non-overlapping
+windows of 2048 tokens, the remainder dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import quarot
 from quarot.evaluation import perplexity
-from quarot.evaluation.sharing import retarget, shareable, shares_weights, weights_key
+from quarot.evaluation.sharing import options_digest, retarget, shareable, shares_weights, weights_key
 from quarot.ops.registry import extension, forces_reference
 
 DEFAULT_OUT = Path(__file__).parent / "results" / "accuracy-smollm2.json"
@@ -74,6 +75,17 @@ def key_of(name: str, seed: int, options: argparse.Namespace) -> str:
     """Equal for runs that share quantised weights."""
     key = weights_key(SETTINGS[name].rotate, fields_of(name, seed, options), seed)
     return key if SETTINGS[name].candidates == 1 else key + name  # a search looks at the bits of activations too
+
+
+def digest_of(name: str, seed: int, options: argparse.Namespace) -> str:
+    """Equal for rows that measured the same: their settings with the defaults of their time."""
+    return options_digest(SETTINGS[name].rotate, fields_of(name, seed, options), SETTINGS[name].candidates)
+
+
+def is_measured(rows: list[dict[str, Any]], wanted: dict[str, Any]) -> bool:
+    """Whether a row stands for ``wanted``; rows of a time before they had ``options`` are trusted."""
+    same = (row for row in rows if _key(row) == _key(wanted))
+    return any(row.get("options", wanted["options"]) == wanted["options"] for row in same)
 
 
 def quantized(name: str, seed: int, options: argparse.Namespace, tokenizer: Any) -> Any:
@@ -133,6 +145,7 @@ def row_of(
         "windows": result.windows,
         "text": Path(file).name,
         **_extra(options),
+        "options": digest_of(name, seed, options),
         "backend": backend_of(options),
         "eval_s": round(time.time() - start, 1),
         "commit": _commit(),
@@ -201,7 +214,8 @@ def main() -> int:
     kept: tuple[str | None, Any] = (None, None)
     for name, seed in runs(options):
         wanted = {"setting": name, "seed": seed, "windows": windows, "text": Path(options.text).name, **_extra(options)}
-        if not options.force and any(_key(row) == _key(wanted) for row in rows):
+        wanted["options"] = digest_of(name, seed, options)
+        if not options.force and is_measured(rows, wanted):
             continue
         if time.time() - begin > options.seconds:
             print(f"stopped before {name} seed {seed}: {options.seconds:g} s are over")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import hashlib
-import inspect
 import json
 import os
 import time
@@ -24,9 +23,8 @@ from quarot.evaluation.half_hadamard import half_hadamard
 from quarot.evaluation.paper import Experiment, Table
 from quarot.evaluation.perplexity import check_at_least_1, check_sizes, encode, perplexity
 from quarot.evaluation.residual_stream import residual_bits
-from quarot.evaluation.sharing import resolved, retarget, run_time_of, shareable, shares_weights, weights_key
+from quarot.evaluation.sharing import options_digest, retarget, run_time_of, shareable, shares_weights, weights_key
 from quarot.progress import progress_bar
-from quarot.rotation.planning import SWITCHES
 
 Row = dict[str, Any]
 
@@ -249,14 +247,7 @@ def _read(path: Path) -> list[Row]:
 
 def _options(experiment: Experiment) -> str:
     """A digest of all that an experiment does to a model, whether it says so or leaves it to a default."""
-    rotate = None if experiment.rotate is None else {**_rotation_defaults(), **experiment.rotate}
-    parts = [rotate, resolved(experiment.quantize), experiment.residual_bits, experiment.half_hadamard]
-    return _digest(json.dumps(parts, sort_keys=True))
-
-
-def _rotation_defaults() -> Row:
-    parameters = inspect.signature(quarot.rotate_model).parameters
-    return {name: parameters[name].default for name in SWITCHES}
+    return options_digest(experiment.rotate, experiment.quantize, experiment.residual_bits, experiment.half_hadamard)
 
 
 def _matches(row: Row, key: Row) -> bool:

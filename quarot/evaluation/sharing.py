@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import json
 from typing import Any
 
 from quarot.config import QuarotConfig
 from quarot.quantization.presets import with_preset
+from quarot.rotation.planning import SWITCHES
+from quarot.rotation.rotate import rotate_model
 
 RUN_TIME = ("a_bits", "a_clip", "a_group_size", "k_bits", "v_bits", "kv_group_size", "k_clip", "v_clip", "kv_clip")
 """Fields that plain GPTQ and rounding do not see: activations and the cache are in full precision meanwhile."""
@@ -17,6 +21,7 @@ _SEES_ACTIVATIONS = (
     "a_clip_search",
     "tune_steps",
     "rotation_steps",
+    "layer_steps",
     "w_bits_budget",
     "kv_bits_budget",
     "kv_bits_by_layer",
@@ -52,6 +57,19 @@ def resolved(quantize: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     fields = dict(quantize)
     return with_preset(None, fields.pop("preset", None), fields).to_dict()
+
+
+def options_digest(rotate: dict[str, Any] | None, quantize: dict[str, Any] | None, *more: Any) -> str:
+    """Equal for settings that do the same to a model, whether they say so or leave it to a default.
+
+    Args:
+        rotate, quantize: keywords of :func:`quarot.rotate_model` and :func:`quarot.quantize_model`, or None.
+        more: what else is done, as JSON has it.
+    """
+    defaults = inspect.signature(rotate_model).parameters
+    switches = None if rotate is None else {**{name: defaults[name].default for name in SWITCHES}, **rotate}
+    parts = json.dumps([switches, resolved(quantize), *more], sort_keys=True)
+    return hashlib.sha256(parts.encode()).hexdigest()[:12]
 
 
 def run_time_of(quantize: dict[str, Any]) -> dict[str, Any]:

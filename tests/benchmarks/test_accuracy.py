@@ -1,10 +1,12 @@
-"""The accuracy script: which runs share their quantised weights."""
+"""The accuracy script: which runs share their quantised weights, and which rows are measured already."""
 
 import argparse
 import sys
 from pathlib import Path
 
 import pytest
+
+from quarot.config import QuarotConfig
 
 
 @pytest.fixture
@@ -69,3 +71,16 @@ def test_a_search_rotates_with_the_seed_it_chose(accuracy, monkeypatch):
     monkeypatch.setattr(accuracy.quarot, "quantize_model", lambda model, seed, **_: seen.update(calibration=seed))
     accuracy.quantized("w4a8kv4+search_seed", 1, asked, None)
     assert seen == {"seeds": [6, 7, 8, 9, 10, 11], "bits": (4, 8, 4), "rotation": 9, "calibration": 1}
+
+
+def test_a_row_of_another_default_is_measured_again(accuracy, monkeypatch):
+    def wanted():
+        return {"setting": "w4a4kv4-rtn", "seed": 0, "options": accuracy.digest_of("w4a4kv4-rtn", 0, options())}
+
+    row = {**wanted(), "windows": 4}
+    assert accuracy.is_measured([row], {**wanted(), "windows": 4})
+    defaults = QuarotConfig._default_clips
+    monkeypatch.setattr(QuarotConfig, "_default_clips", lambda self: {**defaults(self), "w_clip_norm": 8.0})
+    assert not accuracy.is_measured([row], {**wanted(), "windows": 4})
+    del row["options"]
+    assert accuracy.is_measured([row], {**wanted(), "windows": 4})
