@@ -114,6 +114,8 @@ def _cache(k: int, v: int, *paper: float) -> Experiment:
 def _weights(bits: int, method: str, rotated: bool, *paper: float | None) -> Experiment:
     name = f"w{bits}a16-{method}" + ("" if rotated else "-unrotated")
     quantize = _bits(bits, 16, 16, 16, w_method=method, w_symmetric=False)
+    if not rotated:  # the original's exponent, which weights with outliers need whatever rounds them
+        quantize["w_clip_norm"] = 2.4
     return Experiment(name, {} if rotated else None, quantize, _llama2(*paper))
 
 
