@@ -129,6 +129,7 @@ def _peers(experts: ExpertList, peer: Any, timed: Callable[..., float], nbytes: 
 def _whole(shape: Shape, context: int, batches: tuple[int, ...]) -> Iterator[Row]:
     assert shape.experts is not None
     count, chosen = shape.experts
+    torch.manual_seed(0)  # the weights decide which experts, and how many, a batch reads
     ours = Quantized.random_codes(config_of(shape), QuarotConfig(w_method="rtn"), DTYPE, CUDA)
     embedding = ours.model.get_input_embeddings().weight
     sizes = {n: p.nbytes for n, p in ours.model.named_parameters() if p is not embedding}
@@ -152,6 +153,7 @@ def _whole(shape: Shape, context: int, batches: tuple[int, ...]) -> Iterator[Row
         release(CUDA)
     del ours, embedding
     release(CUDA)
+    torch.manual_seed(0)
     theirs = Subject.random(config_of(shape), DTYPE, CUDA)
     for fields in lines:
         peer = Recorded(theirs.decode(fields["m"], context, room=1))
