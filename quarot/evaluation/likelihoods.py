@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,7 +37,7 @@ def likelihoods(
         device: of the token ids.
 
     Raises:
-        ValueError: a continuation of more than ``max_length`` tokens.
+        ValueError: a continuation of more than ``max_length`` tokens, or logits that are NaN.
     """
     longest = max((len(continuation) for _, _, continuation in requests), default=0)
     if longest > max_length:
@@ -61,5 +62,7 @@ def likelihoods(
         sums = torch.zeros(2, len(batch), device=device, dtype=found.dtype)
         sums.index_add_(1, rows, torch.stack([found, missed]))
         for index, likelihood, misses in zip(batch, *sums.tolist(), strict=True):
+            if math.isnan(likelihood):
+                raise ValueError(f"the log-likelihood of {requests[index][0][1]!r} is nan: so are the model's logits")
             answers[index] = likelihood, misses == 0
     return [answers[index] for index in range(len(requests))]

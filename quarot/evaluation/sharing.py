@@ -38,7 +38,10 @@ def weights_of(quantize: dict[str, Any]) -> dict[str, Any]:
     if not shares_weights(quantize):
         return dict(quantize)
     kept = {name: value for name, value in quantize.items() if name not in RUN_TIME}
-    return {"w_bits": 16, "w_method": "rtn"} if kept.get("w_bits") == 16 else kept
+    if kept.get("w_bits") != 16 or kept.get("overrides") or kept.get("lm_head_bits", 16) < 16:
+        return kept
+    # No weight is rounded, so it does not matter how; which layers round their inputs does.
+    return {"w_bits": 16, "w_method": "rtn"} | {name: kept[name] for name in ("ignore",) if name in kept}
 
 
 def shareable(quantize: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,26 +48,46 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a ``.jsonl`` or ``.jsonl.gz`` file.
 
     Raises:
-        ValueError: not JSON lines, or rows of neither kind, with the line.
+        ValueError: not JSON lines, rows of neither kind or of both, or a question without an answer, with the line.
     """
     opener: Any = gzip.open if path.suffix == ".gz" else open
     rows = []
-    with opener(path, "rt", encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}:{number} is not JSON: {error}") from None
-            if not isinstance(row, dict) or not (
-                isinstance(row.get("text"), str) or {"query", "choices", "gold"} <= set(row)
-            ):
-                raise ValueError(f"{path}:{number} has neither text nor query, choices and gold")
-            if isinstance(row.get("text"), str):
-                _last_word(row["text"], f"{path}:{number}")
-            rows.append(row)
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                rows.append(_row(line, f"{path}:{number}"))
+                if _is_text(rows[-1]) != _is_text(rows[0]):
+                    raise ValueError(f"{path}:{number}: rows with a text and rows with choices do not mix")
+    except (UnicodeDecodeError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise ValueError(f"{path} cannot be read behind line {len(rows)}: {error}") from None
     if not rows:
         raise ValueError(f"{path} holds no questions")
     return rows
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    """A line of a task file, whatever is wrong with it told now: a wrong ``gold`` would only lower the accuracy."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    if not isinstance(row, dict) or not (_is_text(row) or {"query", "choices", "gold"} <= set(row)):
+        raise ValueError(f"{where} has neither text nor query, choices and gold")
+    if _is_text(row):
+        _last_word(row["text"], where)
+        return row
+    query, choices, gold = row["query"], row["choices"], row["gold"]
+    if not isinstance(query, str):
+        raise ValueError(f"{where}: query {query!r} is no text")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(c, str) and c.strip() for c in choices):
+        raise ValueError(f"{where}: choices {choices!r} must be a list of two texts or more, none of them empty")
+    if type(gold) is not int or not 0 <= gold < len(choices):
+        raise ValueError(f"{where}: gold {gold!r} must be the place of the right choice, 0 to {len(choices) - 1}")
+    return row
+
+
+def _is_text(row: dict[str, Any]) -> bool:
+    return isinstance(row.get("text"), str)
 
 
 def _last_word(text: str, where: str) -> tuple[str, str]:
@@ -81,13 +102,15 @@ def requests(name: str, row: dict[str, Any]) -> tuple[list[tuple[str, str]], int
     """The (context, continuation) pairs of one question, and which is right.
 
     Raises:
-        ValueError: a ``text`` that is not some words and a last one.
+        ValueError: a ``text`` that is not some words and a last one, or a winogrande question without its blank.
     """
-    if isinstance(row.get("text"), str):
+    if _is_text(row):
         context, target = _last_word(row["text"], name)
         return [(context, " " + target)], 0
     query, choices = row["query"], row["choices"]
-    if query.count("_") == 1 and name.startswith("winogrande"):
+    if name.startswith("winogrande"):
+        if query.count("_") != 1:
+            raise ValueError(f"{name}: query {query!r} needs one blank, _, for the choices to fill")
         head, tail = query.split("_")
         return [(head + choice, " " + tail.strip()) for choice in choices], row["gold"]
     context = PREFIX.get(next((key for key in PREFIX if name.startswith(key)), ""), "{q}").format(q=query)

@@ -218,6 +218,27 @@ def test_weights_that_saw_activations_are_not_shared():
     assert weights_key({}, plain, 0) != weights_key(None, plain, 0)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"ignore": ["lm_head", "re:.*down_proj"]},
+        {"overrides": {".*down_proj": {"w_bits": 4}}},
+        {"overrides": {".*down_proj": {"a_bits": 8}}},
+        {"lm_head_bits": 8},
+    ],
+)
+def test_a_setting_that_rounds_few_layers_is_shared_as_it_is(setting, tiny_model):
+    fields = {"w_bits": 16, "a_bits": 4, "w_method": "rtn", **setting}
+    ids, found = torch.tensor([[5, 9, 11, 3, 8]]), []
+    for given in (fields, shareable(fields)):
+        model = tiny_model("llama")
+        quarot.rotate_model(model, progress=False)
+        quarot.quantize_model(model, progress=False, **given)
+        retarget(model, fields)
+        found.append(model(ids).logits)
+    assert torch.equal(*found)
+
+
 def test_groups_that_do_not_fit_leave_the_model_as_it_was(tiny_model):
     model = tiny_model("llama")
     quarot.rotate_model(model, progress=False)

@@ -45,7 +45,7 @@ def test_accuracies():
 
 
 def test_files(tmp_path):
-    plain = write(tmp_path / "piqa_valid.jsonl", {"query": "q", "choices": ["a"], "gold": 0})
+    plain = write(tmp_path / "piqa_valid.jsonl", {"query": "q", "choices": ["a", "b"], "gold": 0})
     packed = tmp_path / "lambada.jsonl.gz"
     with gzip.open(packed, "wt", encoding="utf-8") as file:
         file.write('{"text": "a b"}\n')
@@ -62,6 +62,18 @@ def test_files(tmp_path):
         ('{"text": "a b"}\n{"text": "word"}\n', ":2: text 'word' needs a last word"),
         ('{"text": "two words "}\n', ":1: text 'two words ' needs a last word"),
         ("", "holds no questions"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": 2}\n', ":1: gold 2 must be the place of .*, 0 to 1"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": -1}\n', ":1: gold -1 must be"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": "1"}\n', ":1: gold '1' must be"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": true}\n', ":1: gold True must be"),
+        ('{"query": "q", "choices": ["a"], "gold": 0}\n', r":1: choices \['a'\] must be a list of two"),
+        ('{"query": "q", "choices": ["a", " "], "gold": 0}\n', ":1: choices .* none of them empty"),
+        ('{"query": "q", "choices": "ab", "gold": 0}\n', ":1: choices 'ab' must be a list"),
+        ('{"query": 3, "choices": ["a", "b"], "gold": 0}\n', ":1: query 3 is no text"),
+        (
+            '{"text": "a b"}\n{"query": "q", "choices": ["a", "b"], "gold": 0}\n',
+            ":2: rows with a text and .* do not mix",
+        ),
     ],
 )
 def test_damaged_files_are_named(tmp_path, content, message):
@@ -71,6 +83,23 @@ def test_damaged_files_are_named(tmp_path, content, message):
         read_rows(path)
     with pytest.raises(ValueError, match="is given twice"):
         parse_tasks(f"{path},{path}")
+
+
+def test_files_that_end_early_are_named(tmp_path):
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "a b"}\n' * 100)[:-12])
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz cannot be read behind line \d+: Compressed file ended"):
+        read_rows(path)
+    path = tmp_path / "latin.jsonl"
+    path.write_bytes('{"text": "a é"}\n'.encode("latin-1"))
+    with pytest.raises(ValueError, match=r"latin\.jsonl cannot be read behind line 0: 'utf-8' codec"):
+        read_rows(path)
+
+
+@pytest.mark.parametrize("query", ["no blank", "two _ blanks _"])
+def test_a_winogrande_question_has_one_blank(query):
+    with pytest.raises(ValueError, match=r"winogrande_dev: query .* needs one blank"):
+        requests("winogrande_dev", {"query": query, "choices": ["a", "b"], "gold": 0})
 
 
 def test_with_lm_eval(tiny_model, tmp_path):
@@ -108,6 +137,13 @@ def successor(ids):
 def test_a_continuation_that_the_model_cannot_see_whole_is_refused():
     with pytest.raises(ValueError, match="a continuation has 4 tokens; the model sees 3"):
         likelihoods(successor, [(("", ""), [1], [2, 3, 4, 5])], batch_size=1, max_length=3, device=torch.device("cpu"))
+
+
+def test_a_model_that_answers_nan_has_no_accuracy():
+    pairs = [(("a", " b"), [1], [2]), (("c", " d"), [3], [4])]
+    sizes = {"batch_size": 2, "max_length": 9, "device": torch.device("cpu")}
+    with pytest.raises(ValueError, match="log-likelihood of ' d' is nan"):
+        likelihoods(lambda ids: successor(ids).where(ids[..., None] != 3, torch.nan), pairs, **sizes)
 
 
 def test_likelihoods_of_continuations():
