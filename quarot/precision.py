@@ -35,12 +35,12 @@ class _Switch:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.blocks: dict[object, tuple[int, bool]] = {}  # thread and wish, in the order they began
-        self.name, self.users, self.set = "", None, None  # attribute, what the user said, what was said here last
+        self.name, self.users, self.set = "", None, None  # of _NAMES, what the user said, what was said here last
 
     def begin(self, block: object, allowed: bool) -> None:
         with self.lock:
             if not self.blocks:
-                self.name = "fp32_precision" if _read("allow_tf32") is None else "allow_tf32"
+                self.name = _name()
                 self.users = self.set = _read(self.name)
             self.blocks[block] = threading.get_ident(), allowed
             self.apply()
@@ -55,18 +55,34 @@ class _Switch:
         wishes = dict(self.blocks.values())  # the innermost of every thread
         wanted, found = _NAMES[self.name][all(wishes.values())] if wishes else self.users, _read(self.name)
         if wanted != found and (wishes or found == self.set):
-            setattr(torch.backends.cuda.matmul, self.name, wanted)
+            if self.name == _WHOLE:
+                torch.set_float32_matmul_precision(wanted)
+            else:
+                setattr(torch.backends.cuda.matmul, self.name, wanted)
         self.set = wanted
 
 
-_NAMES: dict[str, tuple[Any, Any]] = {"allow_tf32": (False, True), "fp32_precision": ("ieee", "tf32")}
-"""Attributes of ``torch.backends.cuda.matmul`` that mean it, and their values for no and yes."""
+_WHOLE = "float32_matmul_precision"
+_NAMES: dict[str, tuple[Any, Any]] = {
+    _WHOLE: ("highest", "high"),
+    "allow_tf32": (False, True),
+    "fp32_precision": ("ieee", "tf32"),
+}
+"""``torch.set_float32_matmul_precision``, and attributes of ``torch.backends.cuda.matmul`` that mean it, with their
+values for no and yes."""
+
+
+def _name() -> str:
+    """The one to go by. The first also sets what CPUs do, and "medium" does not come back through the others."""
+    if _read(_WHOLE) == "medium":
+        return _WHOLE
+    return "fp32_precision" if _read("allow_tf32") is None else "allow_tf32"
 
 
 def _read(name: str) -> Any:
     try:
-        return getattr(torch.backends.cuda.matmul, name)
-    except RuntimeError:  # set by the newer name (torch 2.9), which does not mix with the older
+        return torch.get_float32_matmul_precision() if name == _WHOLE else getattr(torch.backends.cuda.matmul, name)
+    except RuntimeError:  # set by a newer name (torch 2.9), which does not mix with the older ones
         return None
 
 

@@ -127,6 +127,22 @@ def test_many_threads_leave_the_setting_as_it_was(tf32_allowed: None) -> None:
     assert MATMUL.allow_tf32
 
 
+@pytest.mark.parametrize("said", ["highest", "high", "medium"])
+def test_what_was_said_for_all_products_comes_back(said: str) -> None:
+    """By way of ``allow_tf32``, "medium" left PyTorch in a state that it refuses to report."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(said)
+    try:
+        with tf32(False):
+            assert not MATMUL.allow_tf32
+            with tf32(True):
+                assert MATMUL.allow_tf32
+        assert torch.get_float32_matmul_precision() == said
+        assert MATMUL.allow_tf32 == (said != "highest")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_what_is_said_inside_a_block_stays(tf32_allowed: None) -> None:
     with tf32(True):
         MATMUL.allow_tf32 = False
