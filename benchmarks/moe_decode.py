@@ -39,11 +39,11 @@ class Routing:
     """Random choices of experts; a token's own, from call to call, go through all experts before one comes again."""
 
     def __init__(self, tokens: int, experts: tuple[int, int]) -> None:
-        count, chosen = experts
-        around = -(-_CALLS * chosen // count)  # chosen divides count: no token has an expert twice
-        own = [torch.cat([torch.randperm(count) for _ in range(around)])[: _CALLS * chosen] for _ in range(tokens)]
-        self.index = list(torch.stack(own).view(tokens, _CALLS, chosen).transpose(0, 1).contiguous().cuda())
-        self.share = torch.rand(tokens, chosen, device="cuda").softmax(-1)
+        count, top_k = experts
+        around = -(-_CALLS * top_k // count)  # top_k divides count: no token has an expert twice
+        own = [torch.cat([torch.randperm(count) for _ in range(around)])[: _CALLS * top_k] for _ in range(tokens)]
+        self.index = list(torch.stack(own).view(tokens, _CALLS, top_k).transpose(0, 1).contiguous().cuda())
+        self.share = torch.rand(tokens, top_k, device="cuda").softmax(-1)
         self.distinct = sum(len(index.unique()) for index in self.index) / _CALLS
         self._next = 0
 
@@ -128,7 +128,7 @@ def _peers(experts: ExpertList, peer: Any, timed: Callable[..., float], nbytes: 
 
 def _whole(shape: Shape, context: int, batches: tuple[int, ...]) -> Iterator[Row]:
     assert shape.experts is not None
-    count, chosen = shape.experts
+    count, top_k = shape.experts
     torch.manual_seed(0)  # the weights decide which experts, and how many, a batch reads
     ours = Quantized.random_codes(config_of(shape), QuarotConfig(w_method="rtn"), DTYPE, CUDA)
     embedding = ours.model.get_input_embeddings().weight
@@ -139,7 +139,7 @@ def _whole(shape: Shape, context: int, batches: tuple[int, ...]) -> Iterator[Row
         decode = ours.decode(batch, context, room=64)
         assert isinstance(decode, PackedDecode)
         ms = milliseconds(decode.step, 5, 8, before=decode.rewind)
-        share = 1 - (1 - chosen / count) ** batch
+        share = 1 - (1 - top_k / count) ** batch
         moved = sum(sizes.values()) - experts + share * experts + decode.cache.memory_footprint()
         fields = {
             "m": batch,

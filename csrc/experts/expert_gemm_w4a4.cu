@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         for (int t = 0; t < TILES; ++t) {
             int const at = t * 8 + lane / 4;
             bool const there = at < table.size[next_job];
-            int const row = there ? table.rows[next_job][at] / p.fan : 0;
+            int const row = there ? table.rows[next_job][at] / p.top_k : 0;
             char const* const codes = static_cast<char const*>(p.codes) + size_t(row) * p.k +
                                       size_t(chunk) * UNITS * kUnit + lane % 4 * 4;
 #pragma unroll
@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         begin(find_jobs(expert));
         if (!guess) break;
     }
-    if (thread < p.rows) copy_4_bytes(table.row_scale + thread, p.row_scale + thread / p.fan);
+    if (thread < p.rows) copy_4_bytes(table.row_scale + thread, p.row_scale + thread / p.top_k);
     if (item < item_end) fetch_activations();
 
     for (; item < item_end; ++item) {
@@ -228,7 +228,7 @@ cudaError_t run(ExpertProblem const& p) {
 
 cudaError_t expert_gemm_w4a4(ExpertProblem const& p) {
     if (p.rows == 0 || p.n == 0) return cudaSuccess;
-    if (p.rows < 0 || p.rows > kMostExpertRows || p.fan < 1 || p.rows % p.fan != 0 || p.experts < 1 || p.n % 16 != 0 ||
+    if (p.rows < 0 || p.rows > kMostExpertRows || p.top_k < 1 || p.rows % p.top_k != 0 || p.experts < 1 || p.n % 16 != 0 ||
         p.k % 32 != 0)
         return cudaErrorInvalidValue;
     // Measured (NOTES.md). Jobs of 16 rows only where experts are expected to have several: twice the registers and sums.

@@ -8,9 +8,9 @@
 namespace quarot {
 
 /// out[t, n] = sum_j x[t, j, n] * weight[t, j]: float32 products and sums, each rounded by itself, j in order, the result
-/// rounded to `dtype`. x [tokens, fan, n] and out of `dtype`, weight [tokens, fan] of `weight_dtype`; contiguous, x and out
+/// rounded to `dtype`. x [tokens, top_k, n] and out of `dtype`, weight [tokens, top_k] of `weight_dtype`; contiguous, x and out
 /// 16-byte aligned, n a multiple of 8.
-cudaError_t expert_sum(void const* x, DType dtype, void const* weight, DType weight_dtype, int tokens, int fan, int n,
+cudaError_t expert_sum(void const* x, DType dtype, void const* weight, DType weight_dtype, int tokens, int top_k, int n,
                        void* out, cudaStream_t stream);
 
 }  // namespace quarot

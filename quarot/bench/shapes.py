@@ -90,6 +90,6 @@ def _experts(shape: Shape) -> dict[str, Any]:
     """What configurations say of a mixture of experts; each family reads its own names."""
     if shape.experts is None:
         return {}
-    count, chosen = shape.experts
+    count, top_k = shape.experts
     own = {"num_local_experts": count} if shape.family == "Mixtral" else {"num_experts": count, "norm_topk_prob": True}
-    return {"num_experts_per_tok": chosen, "moe_intermediate_size": shape.intermediate, **own}
+    return {"num_experts_per_tok": top_k, "moe_intermediate_size": shape.intermediate, **own}

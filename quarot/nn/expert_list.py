@@ -130,8 +130,8 @@ class ExpertList(nn.Module):
 
         Args:
             hidden: [tokens, hidden].
-            top_k_index: int64 [tokens, k], the experts of each token.
-            top_k_weights: [tokens, k], what each contributes.
+            top_k_index: int64 [tokens, top_k], the experts of each token.
+            top_k_weights: [tokens, top_k], what each contributes.
         """
         if not len(hidden):
             return torch.zeros_like(hidden)
@@ -148,7 +148,7 @@ class ExpertList(nn.Module):
         return self.forward_codes(codes, scale, index, weights, hidden.dtype)
 
     def packs(self, x: torch.Tensor, index: torch.Tensor) -> bool:
-        """Whether :meth:`forward_codes` takes the codes of x for these choices [tokens, k] as packed int4."""
+        """Whether :meth:`forward_codes` takes the codes of x for these choices [tokens, top_k] as packed int4."""
         return not self._stacked(index) and self.gate_up[0]._packs_activations(x)
 
     def forward_codes(
@@ -164,7 +164,7 @@ class ExpertList(nn.Module):
         return expert_sum(run(codes, row_scale, top_k_index, dtype), top_k_weights)
 
     def _stacked(self, index: torch.Tensor) -> bool:
-        """Whether these choices [tokens, k] go through one GEMM for all experts."""
+        """Whether these choices [tokens, top_k] go through one GEMM for all experts."""
         few = index.numel() <= STACKED_ROWS * len(self.gate_up)
         waits = not (index.is_cuda and _recorded())  # a recording cannot wait for the host, which a loop does
         return (few or not waits) and self.stacks is not None and self.gate_up[0].qweight.is_cuda
@@ -172,7 +172,7 @@ class ExpertList(nn.Module):
     def _run_stacked(
         self, codes: torch.Tensor, scale: torch.Tensor, index: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[tokens * k, hidden], as many tokens at once as one launch takes."""
+        """[tokens * top_k, hidden], as many tokens at once as one launch takes."""
         assert self.stacks is not None
         gate_up, down = self.stacks
         at_once = max(1, expert_gemm_w4a4.ROWS // index.shape[1])
@@ -184,7 +184,7 @@ class ExpertList(nn.Module):
     def _run_loop(
         self, codes: torch.Tensor, scale: torch.Tensor, index: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[tokens * k, hidden], one expert after the other."""
+        """[tokens * top_k, hidden], one expert after the other."""
         order, token, parts = self._sorted(index)
         gate_up = self._products(self.gate_up, codes[token], scale[token], parts, dtype)
         inner = self._inner(gate_up, self.down[0]._packs_activations(gate_up))

@@ -40,5 +40,5 @@ class ExpertStack:
     def __call__(
         self, codes: torch.Tensor, row_scale: torch.Tensor, expert: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
-        """[M * F, N] from codes [M, Kp] and the experts [M, F] of each row."""
+        """[M * top_k, N] from codes [M, Kp] and the experts [M, top_k] of each row."""
         return expert_gemm_w4a4(codes, row_scale, expert, *self.tensors(), dtype)

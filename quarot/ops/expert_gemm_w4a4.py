@@ -1,7 +1,8 @@
 """``expert_gemm_w4a4``: :mod:`quarot.ops.gemm_w4a4` with an expert for every row, for the few tokens of a decode step.
 
-M rows of codes, F experts for each of them, K inputs (Kp padded to 32), N outputs (a multiple of 16), E experts. Output
-row r = m * F + f is row m of the codes through expert ``e = expert[m, f]``:
+M rows of codes, top_k experts for each of them (1 behind the first projection: every pair of token and expert has codes
+of its own there), K inputs (Kp padded to 32), N outputs (a multiple of 16), E experts. Output row r = m * top_k + j is
+row m of the codes through expert ``e = expert[m, j]``:
 
     acc[r, n] = sum_k codes[m, k] * weight[e, n, k]                     int32, exact
     out[r, n] = (float(acc) * row_scale[m]) * weight_scale[e, n]        fp32, cast to out_dtype last
@@ -9,8 +10,8 @@ row r = m * F + f is row m of the codes through expert ``e = expert[m, f]``:
 which is bit for bit what ``gemm_w4a4`` gives for the weight of that expert alone. Rows whose expert does not exist are
 NaN: the numbers of the experts are on the device, and nobody waits for them to look.
 
-``codes`` int8 [M, Kp]; ``row_scale`` fp32 [M]; ``expert`` int64 [M, F]; ``qweight`` int4 tiles [E, N/16, Kp/32, 256];
-``weight_scale`` fp32 [E, N].
+``codes`` int8 [M, Kp]; ``row_scale`` fp32 [M]; ``expert`` int64 [M, top_k]; ``qweight`` int4 tiles
+[E, N/16, Kp/32, 256]; ``weight_scale`` fp32 [E, N].
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _check(
         if tuple(given[name].shape) != shape or codes.ndim != 2 or codes.shape[1] % 32:
             raise ValueError(
                 f"expert_gemm_w4a4: {name} {tuple(given[name].shape)} does not fit codes {tuple(codes.shape)};"
-                " wanted are codes [M, Kp], row_scale [M], expert [M, F], qweight [E, N/16, Kp/32, 256] and"
+                " wanted are codes [M, Kp], row_scale [M], expert [M, top_k], qweight [E, N/16, Kp/32, 256] and"
                 " weight_scale [E, N], where 16 divides N and 32 Kp"
             )
 
@@ -117,8 +118,8 @@ def cuda(
 ) -> torch.Tensor:
     """Launches csrc/experts/expert_gemm_w4a4.cu."""
     _check(codes, row_scale, expert, qweight, weight_scale)
-    experts, n, (m, fan), k = qweight.shape[0], weight_scale.shape[1], expert.shape, codes.shape[1]
-    out = torch.empty((m * fan, n), dtype=out_dtype, device=codes.device)
+    experts, n, (m, top_k), k = qweight.shape[0], weight_scale.shape[1], expert.shape, codes.shape[1]
+    out = torch.empty((m * top_k, n), dtype=out_dtype, device=codes.device)
     if not out.numel():
         return out
     codes, row_scale, expert = ready(codes), ready(row_scale), ready(expert)
@@ -131,8 +132,8 @@ def cuda(
             qweight.data_ptr(),
             weight_scale.data_ptr(),
             out.data_ptr(),
-            m * fan,
-            fan,
+            m * top_k,
+            top_k,
             experts,
             n,
             k,
@@ -151,4 +152,4 @@ expert_gemm_w4a4 = define_op(
     cuda=cuda,
     available=available,
 )
-"""``(codes [M, Kp], row_scale [M], expert [M, F], qweight [E, ..], weight_scale [E, N], out_dtype) -> [M * F, N]``."""
+"""``(codes [M, Kp], row_scale [M], expert [M, top_k], qweight, weight_scale [E, N], out_dtype) -> [M * top_k, N]``."""

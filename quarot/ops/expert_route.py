@@ -79,4 +79,4 @@ expert_route = define_op(
     cuda=cuda,
     available=available,
 )
-"""``(logits [T, E], top_k, normalize, dtype) -> (weight [T, k], expert int64 [T, k])``."""
+"""``(logits [T, E], top_k, normalize, dtype) -> (weight [T, top_k], expert int64 [T, top_k])``."""

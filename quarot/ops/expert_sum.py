@@ -1,6 +1,6 @@
 """``expert_sum``: what a token's experts give, each times its weight, added in their order.
 
-``out[t, n] = sum over j of x[t * k + j, n] * weight[t, j]``: fp32 products and sums, each rounded by itself, j in
+``out[t, n] = sum over j of x[t * top_k + j, n] * weight[t, j]``: fp32 products and sums, each rounded by itself, j in
 order, cast to x's dtype last (float64 throughout for float64 rows). So a token's result depends on its own rows only.
 """
 
@@ -27,8 +27,8 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
     if x.ndim != 2 or weight.ndim != 2 or x.shape[0] != weight.numel() or x.device != weight.device:
         raise ValueError(
-            f"expert_sum: x {tuple(x.shape)} on {x.device} must be [T * k, N] for a weight [T, k] on the same device,"
-            f" got {tuple(weight.shape)} on {weight.device}"
+            f"expert_sum: x {tuple(x.shape)} on {x.device} must be [T * top_k, N] for a weight [T, top_k] on the same"
+            f" device, got {tuple(weight.shape)} on {weight.device}"
         )
 
 
@@ -77,4 +77,4 @@ expert_sum = define_op(
     cuda=cuda,
     available=available,
 )
-"""``(x [T * k, N], weight [T, k]) -> [T, N]``."""
+"""``(x [T * top_k, N], weight [T, top_k]) -> [T, N]``."""

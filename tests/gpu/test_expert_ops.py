@@ -28,7 +28,7 @@ SIZES = [
 ]
 
 
-def problem(m: int, fan: int, experts: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
+def problem(m: int, top_k: int, experts: int, n: int, k: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator("cuda").manual_seed(m * k + n)
 
     def numbers(low: int, high: int, *shape: int, dtype: torch.dtype = torch.int8) -> torch.Tensor:
@@ -36,10 +36,10 @@ def problem(m: int, fan: int, experts: int, n: int, k: int) -> tuple[torch.Tenso
 
     codes, qweight = numbers(-128, 128, m, k), numbers(0, 256, experts, n // 16, k // 32, 256, dtype=torch.uint8)
     # As a router gives them: no expert twice for a token, where there are enough.
-    if fan <= experts:
-        expert = torch.rand(m, experts, generator=generator, device="cuda").argsort(-1)[:, :fan].contiguous()
+    if top_k <= experts:
+        expert = torch.rand(m, experts, generator=generator, device="cuda").argsort(-1)[:, :top_k].contiguous()
     else:
-        expert = numbers(0, experts, m, fan, dtype=torch.int64)
+        expert = numbers(0, experts, m, top_k, dtype=torch.int64)
     scales = (torch.rand(shape, generator=generator, device="cuda") for shape in ((m,), (experts, n)))
     row_scale, weight_scale = scales
     return codes, row_scale, expert, qweight, weight_scale
@@ -79,15 +79,15 @@ def test_gemm_recorded_follows_its_experts() -> None:
         assert torch.equal(out, expert_gemm.reference(*arguments, torch.float16))
 
 
-@pytest.mark.parametrize("fan", [1, 8])
-def test_gemm_looks_again_at_experts_chosen_right_before(fan: int) -> None:
+@pytest.mark.parametrize("top_k", [1, 8])
+def test_gemm_looks_again_at_experts_chosen_right_before(top_k: int) -> None:
     """The kernel in front lets it start before it has written them."""
-    codes, row_scale, _, qweight, weight_scale = problem(16 if fan == 8 else 128, fan, 64, 256, 512)
+    codes, row_scale, _, qweight, weight_scale = problem(16 if top_k == 8 else 128, top_k, 64, 256, 512)
     logits = torch.randn(16, 64, device="cuda")
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         _, expert = expert_route(logits, 8, True, torch.float32)
-        expert = expert.view(-1, fan)
+        expert = expert.view(-1, top_k)
         return expert, expert_gemm.expert_gemm_w4a4(codes, row_scale, expert, qweight, weight_scale, torch.float16)
 
     step()
@@ -118,10 +118,10 @@ def test_route(experts: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("width", [8, 768, 2048, 4104])
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_sum(width: int, dtype: torch.dtype) -> None:
-    for fan in (1, 2, 8, 11):
-        x = torch.randn(5 * fan, width, device="cuda").to(dtype)
+    for top_k in (1, 2, 8, 11):
+        x = torch.randn(5 * top_k, width, device="cuda").to(dtype)
         for kind in HALVES:
-            weight = torch.rand(5, fan, device="cuda").to(kind)
+            weight = torch.rand(5, top_k, device="cuda").to(kind)
             got = expert_sum(x, weight)
             with reference_backend():
                 assert torch.equal(got, expert_sum(x, weight))

@@ -18,10 +18,10 @@ from quarot.quantization.packing import pack_int4_tiles, pack_int8
 HALVES = [torch.float16, torch.bfloat16, torch.float32]
 
 
-def gemm_arguments(m: int = 5, fan: int = 3, experts: int = 4, n: int = 48, k: int = 72) -> tuple[torch.Tensor, ...]:
+def gemm_arguments(m: int = 5, top_k: int = 3, experts: int = 4, n: int = 48, k: int = 72) -> tuple[torch.Tensor, ...]:
     codes = pack_int8(torch.randint(-128, 128, (m, k), dtype=torch.int8))
     tiles = [pack_int4_tiles(torch.randint(-8, 8, (n, k), dtype=torch.int8)) for _ in range(experts)]
-    expert = torch.randint(experts, (m, fan))
+    expert = torch.randint(experts, (m, top_k))
     return codes, torch.rand(m), expert, torch.stack(tiles), torch.rand(experts, n)
 
 
@@ -95,7 +95,7 @@ def test_experts_are_added_in_their_order(dtype: torch.dtype) -> None:
         for j in range(3):
             total = total + x[3 * t + j].to(kind) * weight[t, j].to(kind)
         assert torch.equal(out[t], total.to(dtype))
-    with pytest.raises(ValueError, match=r"must be \[T \* k, N\]"):
+    with pytest.raises(ValueError, match=r"must be \[T \* top_k, N\]"):
         expert_sum(x[:11], weight)
 
 
