@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "w_bits_budget": {"w_bits_budget": 4.0},
     "kv_bits_budget": {"kv_bits_budget": 4.0},
+    "layers": {"gptq_quantized_inputs": True, "layer_steps": 200, "tune_learning_rate": 0.003, "tune_batch_size": 4},
     "rotation": {"gptq_quantized_inputs": True, "rotation_steps": 200, "tune_batch_size": 4},
     "tuning": {
         "gptq_quantized_inputs": True,

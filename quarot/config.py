@@ -61,7 +61,8 @@ class QuarotConfig(QuantizationConfigMixin):
         w_symmetric: symmetric codes ``-2^(b-1) .. 2^(b-1)-1`` (the paper), or asymmetric with a zero point.
         w_clip: search each scale's clip ratio over the error of the weights (the paper), or use the plain range.
         w_clip_norm: exponent of that error; the larger, the less is clipped. Default: 2 (the paper's text) for GPTQ,
-            and 2.4 (its code) where weights are rounded to nearest and nothing makes up for what was clipped.
+            and 2.4 (its code) where weights are rounded to nearest and nothing makes up for what was clipped. GPTQ of a
+            model that is not rotated, with outliers in its weights, wants 2.4 too.
         a_bits: activation bits per token, 4, 6 or 8; 16 leaves activations in the model's dtype.
         a_clip: constant clip ratio of the activations. Default: the paper's 0.9, and 1.0 at 8 bits, whose finer grid
             loses more by clipping than it gains.
@@ -98,6 +99,10 @@ class QuarotConfig(QuantizationConfigMixin):
         rotation_steps: steps of learning R1, R2 and the scales in front of R4 before anything is quantised
             (:mod:`quarot.rotation.learned`); 0 for none (the paper: random). There is nothing to learn, and no step is
             made, where only weights are rounded.
+        layer_steps: steps of training codes, scales and clip ratios of one decoder layer at a time, once it is
+            quantised, towards what the full-precision model has behind it (:mod:`quarot.tuning.layer`), with
+            ``tune_learning_rate`` and ``tune_batch_size``; 0 for none (the paper). Layers with experts are left alone.
+            A second set of hidden states, a second copy of one decoder layer, and 16 bytes for each of its weights.
         training_samples: token windows of the calibration text that rotations and codes are trained on, drawn apart
             from those of GPTQ. The last windows of the text are held out, and training keeps what did best on them.
         gptq_expert_tokens: an expert's projection of K inputs to which calibration routes fewer than this many times K
@@ -157,6 +162,7 @@ class QuarotConfig(QuantizationConfigMixin):
     tune_batch_size: int = 8
     tune_seconds: float | None = None
     rotation_steps: int = 0
+    layer_steps: int = 0
     training_samples: int = 256
     gptq_expert_tokens: int = 2
     starved_experts: dict[str, int] = field(default_factory=dict)
@@ -195,7 +201,7 @@ class QuarotConfig(QuantizationConfigMixin):
         for name in ("w_group_size", "a_group_size"):
             if getattr(self, name) is not None:
                 self._positive(name)
-        for name in ("tune_steps", "rotation_steps", "gptq_expert_tokens"):
+        for name in ("tune_steps", "rotation_steps", "layer_steps", "gptq_expert_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be 0 or more")
         self._in_range("tune_learning_rate", 0.0, 1.0)

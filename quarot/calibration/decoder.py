@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,8 +19,10 @@ TOKENS_PER_STEP = 16384
 class LayerInputs:
     """The hidden states in front of a decoder layer, and the other arguments of every layer.
 
-    One set of hidden states [windows, length, hidden] in the model's dtype, in steps of a few windows each; ``advance``
-    replaces it by the layer's outputs.
+    Attributes:
+        hidden: one set of hidden states [windows, length, hidden] in the model's dtype; ``advance`` overwrites them by
+            the layer's outputs.
+        steps: views of it, a few windows each.
     """
 
     def __init__(self, model: nn.Module, windows: torch.Tensor, device: torch.device | None) -> None:
@@ -30,33 +32,50 @@ class LayerInputs:
         home = model.get_submodule(record.embed).weight.device
         self.device = device or home
         step = max(1, TOKENS_PER_STEP // windows.shape[1]) if self.device.type == "cuda" else 1
-        self.steps: list[torch.Tensor] = []
+        found: list[torch.Tensor] = []
         self._arguments: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = {}
         for ids in windows.split(step):
             with _recorded(layers) as calls, torch.no_grad():
                 body(input_ids=ids.to(home), use_cache=False)
-            self.steps.append(calls[0][0].to(self.device))
+            found.append(calls[0][0].to(self.device))
             for index, (_, args, kwargs) in enumerate(calls):
                 self._arguments.setdefault((index, ids.shape[0]), (args, kwargs))
+        self._hold(torch.cat(found), step)
+
+    def _hold(self, hidden: torch.Tensor, step: int) -> None:
+        self.hidden, self.steps = hidden, hidden.split(step)
 
     def copy(self) -> LayerInputs:
         """A second set of hidden states that starts from the same ones."""
         twin = copy.copy(self)
-        twin.steps = list(self.steps)
+        twin._hold(self.hidden.clone(), len(self.steps[0]))
         return twin
 
     def run(self, index: int, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """The output of decoder layer ``index`` for one step of hidden states, on the layer's device."""
         device = next(layer.parameters()).device
-        args, kwargs = self._arguments[index, hidden.shape[0]]
+        args, kwargs = self.arguments(index, hidden.shape[0], device)
         with torch.no_grad():
-            out = layer(hidden.to(device), *_moved(args, device), **_moved(kwargs, device))
+            out = layer(hidden.to(device), *args, **kwargs)
         return out[0] if isinstance(out, tuple) else out
+
+    def arguments(self, index: int, rows: int, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The other arguments of decoder layer ``index`` for that many windows; they are the same for all windows."""
+        recorded = [count for layer, count in self._arguments if layer == index]
+        count = rows if rows in recorded else recorded[0]
+
+        def fitting(tensor: torch.Tensor) -> torch.Tensor:
+            if count != rows and tensor.ndim and len(tensor) == count:
+                tensor = tensor[:1].expand(rows, *tensor.shape[1:])
+            return tensor.to(device)
+
+        args, kwargs = self._arguments[index, count]
+        return _mapped(args, fitting), _mapped(kwargs, fitting)
 
     def advance(self, index: int, layer: nn.Module) -> None:
         """Replace every step by the layer's output."""
-        for i, hidden in enumerate(self.steps):
-            self.steps[i] = self.run(index, layer, hidden).to(self.device)
+        for hidden in self.steps:
+            hidden.copy_(self.run(index, layer, hidden))
 
 
 @contextmanager
@@ -81,11 +100,12 @@ def _recorded(layers: list[nn.Module]) -> Iterator[list[tuple[torch.Tensor, tupl
                 layer.forward = forward
 
 
-def _moved(value: Any, device: torch.device) -> Any:
+def _mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Tensors inside tuples, lists and dicts changed."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return change(value)
     if isinstance(value, (tuple, list)):
-        return type(value)(_moved(item, device) for item in value)
+        return type(value)(_mapped(item, change) for item in value)
     if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: _mapped(item, change) for key, item in value.items()}
     return value

@@ -45,7 +45,9 @@ def search_seed(
         ValueError: no seeds, or too little calibration text.
     """
     ids = calibration_windows(calibration, tokenizer, samples=windows, length=length, seed=0)
-    config = (config or QuarotConfig()).replace(w_method="rtn", a_clip_search=False, tune_steps=0, rotation_steps=0)
+    config = (config or QuarotConfig()).replace(
+        w_method="rtn", a_clip_search=False, tune_steps=0, layer_steps=0, rotation_steps=0
+    )
     found: dict[int, float] = {}
     for seed in seeds:
         model = load()

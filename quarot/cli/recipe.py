@@ -93,7 +93,9 @@ def needs_calibration(config: QuarotConfig) -> bool:
         own.get("w_bits", config.w_bits) < 16 and own.get("w_method", config.w_method) == "gptq" for own in settings
     )
     budget = config.w_bits_budget is not None or config.finds_kv_bits
-    return gptq or budget or config.a_clip_search or config.tune_steps > 0 or config.rotation_steps > 0
+    return (
+        gptq or budget or config.a_clip_search or max(config.tune_steps, config.layer_steps, config.rotation_steps) > 0
+    )
 
 
 def rotation_of(options: argparse.Namespace) -> dict[str, Any] | None:

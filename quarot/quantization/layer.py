@@ -61,6 +61,7 @@ class LayerQuantizer:
         self.name, self.layer, self.record, self.index = name, layer, record, index
         self.configs = configs
         self.inputs, self.reference = inputs, reference
+        self._reference_is_behind = False
         self.results: dict[str, QuantizedWeight] = {}
         self.clips: dict[str, float] = {}
         self.latents: dict[str, torch.Tensor] = {}
@@ -108,8 +109,13 @@ class LayerQuantizer:
         """Move the hidden states behind this layer."""
         if self.inputs is not None:
             self.inputs.advance(self.index, self.layer)
-        if self.reference is not None and self.original is not None:
+        self.advance_reference()
+
+    def advance_reference(self) -> None:
+        """Move the hidden states of the full-precision model behind this layer, once."""
+        if self.reference is not None and self.original is not None and not self._reference_is_behind:
             self.reference.advance(self.index, self.original)
+            self._reference_is_behind = True
 
     def install(self) -> None:
         """Put the integer layers in place."""
@@ -117,6 +123,22 @@ class LayerQuantizer:
             result = self.results.get(path)
             parts = (None, None, None) if result is None else result
             self.layer.set_submodule(path, QuantLinear.from_linear(observed.source, self.configs[path], *parts))
+
+    def learn(self, trained: dict[str, QuantLinear], latents: dict[str, torch.Tensor]) -> None:
+        """Take the codes, scales and clip ratios of trained layers, and put the stand-ins back in place.
+
+        Args:
+            trained: by path.
+            latents: the weights that these codes were rounded from, in units of their scales, where they are needed.
+        """
+        for path, layer in trained.items():
+            self.layer.set_submodule(path, self.observed[path])
+            if layer.a_bits < 16:
+                self._set_clip(path, layer.a_clip)
+            if layer.w_bits < 16:
+                scale = layer.weight_scale.detach().reshape(self.results[path].scale.shape)
+                self._finish(path, self.results[path]._replace(codes=layer.codes(), scale=scale))
+        self.latents = latents
 
     def _quantize_experts(self, stage: Stage) -> None:
         """One projection of every expert, each from the tokens that it sees (:mod:`.expert_moments`)."""
@@ -156,14 +178,14 @@ class LayerQuantizer:
         latent: torch.Tensor | None = None
         if moments is None or config.w_method == "rtn":
             result = quantize_rtn(weight, config.w_bits, **grid)
-            if config.tune_steps:
+            if _trains(config):
                 latent = positions(weight, result)
         else:
             original = weight
-            if self.original is not None and "input" in moments.targets:
+            if "input" in moments.targets:
                 residual = moments.cross("residual") if part[0] in self._writers else None
                 weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
-            latent = torch.empty_like(weight) if config.tune_steps else None
+            latent = torch.empty_like(weight) if _trains(config) else None
             result = quantize_gptq(
                 weight,
                 moments.hessian,
@@ -178,7 +200,7 @@ class LayerQuantizer:
                 name=name,
             )
             if config.gptq_bias_correction and any(self.observed[path].source.bias is not None for path in part):
-                wanted = original @ moments.mean("x" if self.original is None else "input")
+                wanted = original @ moments.mean("input" if "input" in moments.targets else "x")
                 self._shift_biases(part, wanted - result.dequantize() @ moments.mean())
         rows = [w.shape[0] for w in weights]
         split = [(None,) * len(part) if tensor is None else tensor.split(rows) for tensor in (*result, latent)]
@@ -234,7 +256,7 @@ class LayerQuantizer:
             watched = self._stream(self.layer, path)
             x, stream = _input_of(self.inputs, self.index, self.layer, self.observed[path], hidden, watched)
             weight, targets = None, {}
-            if self.reference is not None and self.original is not None:
+            if self.configs[path].gptq_asymmetric and self.reference is not None and self.original is not None:
                 teacher, hidden = self._teachers[path], self.reference.steps[step]
                 watched = self._stream(self.original, path)
                 targets["input"], clean = _input_of(self.reference, self.index, self.original, teacher, hidden, watched)
@@ -250,6 +272,11 @@ class LayerQuantizer:
     def _stream(self, layer: nn.Module, path: str) -> nn.Module:
         """The norm whose input is the residual stream that the output of ``path`` is added to."""
         return layer.get_submodule(self.record.mlp_norm if path == self.record.mlp_out.path else self.record.attn_norm)
+
+
+def _trains(config: QuarotConfig) -> bool:
+    """Whether training follows, which starts from the weights before rounding."""
+    return config.tune_steps > 0 or config.layer_steps > 0
 
 
 def _observe(layer: nn.Module, configs: dict[str, QuarotConfig], quantized_inputs: bool) -> dict[str, ObservedLinear]:

@@ -26,6 +26,7 @@ from quarot.quantization.head import quantize_head
 from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rollback import Rollback
+from quarot.quantization.stages import expert_stages
 
 logger = logging.getLogger("quarot")
 
@@ -100,6 +101,7 @@ def needed_windows(
         "GPTQ": any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()),
         "the activation clip search": any(c.a_bits < 16 and c.a_clip_search for c in configs.values()),
         "tuning": bool(config.tune_steps and configs),
+        "training layers": bool(config.layer_steps and configs),
         "learning rotations": bool(config.rotation_steps and configs),
         "w_bits_budget": bool(config.w_bits_budget),
         "kv_bits_budget": config.finds_kv_bits,
@@ -110,7 +112,8 @@ def needed_windows(
     if calibration is None:
         raise ValueError(
             f"calibration text is needed for {', '.join(names)}: pass calibration= (and tokenizer=), or quantise"
-            f" without it (w_method='rtn', a_clip_search=False, tune_steps=0, rotation_steps=0, no budgets)"
+            f" without it (w_method='rtn', a_clip_search=False, tune_steps=0, layer_steps=0, rotation_steps=0, no"
+            " budgets)"
         )
     samples, length = config.calibration_samples, config.calibration_length
     return calibration_windows(calibration, tokenizer, samples=samples, length=length, seed=config.seed)
@@ -129,7 +132,8 @@ def quantize_layers(
     with fused_float32_attention(model):
         record = architecture_of(model)
         inputs = None if windows is None else LayerInputs(model, windows, place.device)
-        reference = inputs.copy() if inputs is not None and config.gptq_asymmetric else None
+        upstream = config.gptq_asymmetric or config.layer_steps
+        reference = inputs.copy() if inputs is not None and upstream else None
         found = Quantized({}, {}, {})
         layers = list(decoder_layers(model))
         for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
@@ -144,10 +148,13 @@ def quantize_layers(
                     work.adopt(finished)
                 else:
                     work.quantize()
+                    if config.layer_steps and chosen:
+                        _train(model, work, config)
                     if store is not None:
                         store.save(name, work.finished)
                 if index + 1 < len(layers) or record.lm_head in configs:
-                    work.advance()
+                    with _run_time_attention(model, config):
+                        work.advance()
                 work.install()
                 for found_here, everywhere in zip((work.clips, work.latents, work.starved), found, strict=True):
                     everywhere.update({prefix + path: value for path, value in found_here.items()})  # type: ignore[attr-defined]
@@ -157,9 +164,33 @@ def quantize_layers(
     return found
 
 
+def _train(model: Any, work: LayerQuantizer, config: QuarotConfig) -> None:
+    """Train a quantised layer, unless it has experts."""
+    from quarot.tuning.layer import tune_layer
+
+    if expert_stages(work.record, work.layer):
+        logger.warning("%s has experts and is not trained (layer_steps=%d)", work.name, config.layer_steps)
+        work.latents = work.latents if config.tune_steps else {}
+    else:
+        tune_layer(model, work, config)
+
+
+@contextmanager
+def _run_time_attention(model: Any, config: QuarotConfig) -> Iterator[None]:
+    """Layers that are trained one after the other see the error of the cache in front of them as well."""
+    if not config.layer_steps:
+        yield
+        return
+    from quarot.tuning.attention import quantized_attention
+
+    with quantized_attention(model, config):
+        yield
+
+
 def _lower(config: QuarotConfig) -> str:
+    batch = f"tune_batch_size (now {config.tune_batch_size}), " if config.layer_steps else ""
     return (
-        f"calibration_samples (now {config.calibration_samples}) or calibration_length (now"
+        f"{batch}calibration_samples (now {config.calibration_samples}) or calibration_length (now"
         f" {config.calibration_length}), or have one layer at a time on the device: load the model on the CPU and pass"
         " device=, or use quarot.quantize_checkpoint"
     )

@@ -14,6 +14,9 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gptq_act_order": True,
         "gptq_relative_error": True,
         "a_clip_search": True,
+        "layer_steps": 200,
+        "tune_learning_rate": 0.003,
+        "tune_batch_size": 4,
     },
     "best": {
         "gptq_quantized_inputs": True,
@@ -31,7 +34,7 @@ trained afterwards; clip ratios need no search where they are learned. Figures: 
 """
 
 _GENTLE: dict[str, dict[str, Any]] = {
-    "layerwise": {"a_clip_search": False, "gptq_asymmetric": True},
+    "layerwise": {"a_clip_search": False, "gptq_asymmetric": True, "layer_steps": 0},
     "best": {"rotation_steps": 60, "tune_steps": 100, "tune_learning_rate": 0.001},
 }
 """Instead, where activations keep 8 bits or more: there is less to win back, and less to lose on other texts. The error

@@ -64,12 +64,12 @@ def quantize_model(
 
     Memory beyond the model: one set of hidden states (windows x length x hidden, in the model's dtype), the statistics
     of one layer and, in CPU memory, the weights that have been replaced so far; more only with ``tune_steps``
-    (:mod:`quarot.tuning.tune`) and ``rotation_steps`` (a copy of the model in CPU memory). ``w_bits_budget`` needs the
-    whole model on ``device`` for a while. GPTQ follows the data: q, k,
-    v; then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the online
-    rotations. Each expert of a mixture is calibrated on the tokens that are routed to it, and topped up with others of
-    its layer where they are few (:mod:`quarot.quantization.expert_moments`); a warning and ``starved_experts`` in the
-    configuration say which were.
+    (:mod:`quarot.tuning.tune`), ``layer_steps`` (:mod:`quarot.tuning.layer`) and ``rotation_steps`` (a copy of the
+    model in CPU memory). ``w_bits_budget`` needs the whole model on ``device`` for a while. GPTQ follows the data: q,
+    k, v; then o on inputs that come from quantised q, k, v; then gate, up; then down. Each sees its input after the
+    online rotations. Each expert of a mixture is calibrated on the tokens that are routed to it, and topped up with
+    others of its layer where they are few (:mod:`quarot.quantization.expert_moments`); a warning and
+    ``starved_experts`` in the configuration say which were.
 
     Raises:
         NotImplementedError: a family that is not supported, or tuning a mixture of experts.

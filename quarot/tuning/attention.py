@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import AttentionInterface
 
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
+from quarot.integrations.transformers.plain_attention import plain_attention
 from quarot.nn.kv_format import KVFormat, dividing_group
 from quarot.tuning.straight_through import quantize_cache
 from quarot.tuning.transform import transform
@@ -36,7 +36,7 @@ def tuning_attention(
         query, key = transform(query, cache.rotation), transform(key, cache.rotation)
     key = quantize_cache(key, cache.key_bits, cache.key_clip, group)
     value = quantize_cache(value, cache.value_bits, cache.value_clip, group)
-    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return plain_attention(module, query, key, value, attention_mask, **kwargs)
 
 
 def tuning_mask(*, kv_length: int, local_size: int | None = None, **kwargs: Any) -> torch.Tensor | None:

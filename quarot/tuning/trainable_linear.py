@@ -6,7 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quarot.architectures import Architecture
 from quarot.nn.quant_linear import QuantLinear
+from quarot.quantization.stages import stages
 from quarot.quantization.storage import store
 from quarot.tuning.shared_input import SharedInput
 from quarot.tuning.straight_through import quantize_weights
@@ -59,16 +61,53 @@ class TrainableLinear(nn.Module):
         return F.linear(self.shared(x, self.clip), self.weight().to(x.dtype), bias)
 
     @torch.no_grad()
+    def position(self) -> torch.Tensor:
+        """The weight in units of its scale, zeros included, fp32 [N, K]: what :meth:`finish` rounds and clamps."""
+        assert self.latent is not None
+        step = self.log_step.exp()
+        position = self.latent.unflatten(-1, (step.shape[1], -1)) / step[..., None]
+        return (position if self.zero is None else position + self.zero[..., None]).flatten(-2)
+
+    @torch.no_grad()
     def finish(self) -> QuantLinear:
         """Write what was learned into the source, and return it."""
         source = self.source
         source.a_clip = round(float(self.clip.detach().clamp(0.05, 1.0)), 6)
         if self.latent is not None:
-            step = self.log_step.exp()
-            codes = (self.latent.unflatten(-1, (step.shape[1], -1)) / step[..., None]).round_()
-            if self.zero is not None:
-                codes += self.zero[..., None]
-            codes = codes.clamp_(-self._half, self._half - 1).flatten(-2).to(torch.int8)
+            # Zeros are integers, so that this rounds as in training: rint(x) + zero = rint(x + zero), but for ties.
+            codes = self.position().round_().clamp_(-self._half, self._half - 1).to(torch.int8)
             source.qweight.data = store(codes, source.w_bits)
-            source.weight_scale.data = (self.scale * step).reshape(source.weight_scale.shape).contiguous()
+            scale = self.scale * self.log_step.exp()
+            source.weight_scale.data = scale.reshape(source.weight_scale.shape).contiguous()
         return source
+
+
+def make_trainable(
+    record: Architecture, layer: nn.Module, latents: dict[str, torch.Tensor]
+) -> dict[str, TrainableLinear]:
+    """Put trainable layers in place of a decoder layer's integer ones.
+
+    Those that share an input share their clip ratio.
+
+    Args:
+        record: of the layer's family.
+        layer: changed in place.
+        latents: by path inside the layer, weights in units of their scale before they were rounded; codes where absent.
+
+    Returns:
+        The new layers, by path.
+    """
+    trainable: dict[str, TrainableLinear] = {}
+    for stage in stages(record, layer):
+        sources = {path: layer.get_submodule(path) for path in stage}
+        integer = {path: s for path, s in sources.items() if isinstance(s, QuantLinear)}
+        shared: dict[tuple[int, int | None], tuple[SharedInput, nn.Parameter]] = {}
+        for path, source in integer.items():
+            key = source.a_bits, source.a_group_size
+            readers = sum((s.a_bits, s.a_group_size) == key for s in integer.values())
+            if key not in shared:
+                clip = nn.Parameter(torch.tensor(source.a_clip, device=source.qweight.device))
+                shared[key] = SharedInput(source.input_rotation, *key, readers), clip
+            trainable[path] = TrainableLinear(source, latents.get(path), *shared[key])
+            layer.set_submodule(path, trainable[path])
+    return trainable

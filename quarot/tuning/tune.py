@@ -18,15 +18,13 @@ from torch import nn
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
 from quarot.integrations.transformers.plain_attention import fused_float32_attention
-from quarot.nn.quant_linear import QuantLinear, linear_weight
+from quarot.nn.quant_linear import linear_weight
 from quarot.precision import tf32
-from quarot.quantization.stages import stages
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.distillation import head_divergence
 from quarot.tuning.material import Material
 from quarot.tuning.optimize import frozen, optimize
-from quarot.tuning.shared_input import SharedInput
-from quarot.tuning.trainable_linear import TrainableLinear
+from quarot.tuning.trainable_linear import TrainableLinear, make_trainable
 
 
 @torch.no_grad()
@@ -77,7 +75,7 @@ def tune(
     with frozen(model), _trainable(model, latents or {}) as layers, quantized_attention(model, config):
         optimize(
             divergence,
-            _parameter_groups(list(layers.values()), config.tune_learning_rate),
+            parameter_groups(list(layers.values()), config.tune_learning_rate),
             material,
             steps=config.tune_steps,
             batch_size=config.tune_batch_size,
@@ -96,26 +94,16 @@ def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _trainable(model: nn.Module, latents: dict[str, torch.Tensor]) -> Iterator[dict[str, TrainableLinear]]:
-    """Trainable layers in place of integer ones; those that share an input share their clip ratio.
+    """Trainable layers in place of integer ones (:func:`make_trainable`), by their names in the model.
 
     Behind the block the integer layers are back, with what was learned.
     """
     record = architecture_of(model)
     layers: dict[str, TrainableLinear] = {}
     for name, layer in decoder_layers(model):
-        for stage in stages(record, layer):
-            sources = {path: layer.get_submodule(path) for path in stage}
-            integer = {path: s for path, s in sources.items() if isinstance(s, QuantLinear)}
-            shared: dict[tuple[int, int | None], tuple[SharedInput, nn.Parameter]] = {}
-            for path, source in integer.items():
-                key = source.a_bits, source.a_group_size
-                readers = sum((s.a_bits, s.a_group_size) == key for s in integer.values())
-                if key not in shared:
-                    clip = nn.Parameter(torch.tensor(source.a_clip, device=source.qweight.device))
-                    shared[key] = SharedInput(source.input_rotation, *key, readers), clip
-                full = f"{name}.{path}"
-                layers[full] = TrainableLinear(source, latents.get(full), *shared[key])
-                layer.set_submodule(path, layers[full])
+        prefix = name + "."
+        own = {full[len(prefix) :]: latent for full, latent in latents.items() if full.startswith(prefix)}
+        layers |= {prefix + path: trained for path, trained in make_trainable(record, layer, own).items()}
     try:
         yield layers
     finally:
@@ -123,7 +111,7 @@ def _trainable(model: nn.Module, latents: dict[str, torch.Tensor]) -> Iterator[d
             model.set_submodule(name, trained.finish())
 
 
-def _parameter_groups(layers: list[TrainableLinear], rate: float) -> list[dict[str, Any]]:
+def parameter_groups(layers: list[TrainableLinear], rate: float) -> list[dict[str, Any]]:
     """Peak learning rates: latents in steps of their grid, scales relative, clip ratios absolute."""
     latents = [layer.latent for layer in layers if layer.latent is not None]
     scales = [layer.log_step for layer in layers if layer.latent is not None]

@@ -168,7 +168,9 @@ def test_a_row_measured_under_another_default_is_measured_again(tiny_model, tmp_
 
 
 def test_a_row_measured_under_another_preset_is_measured_again(tiny_model, tmp_path, monkeypatch):
-    preset = Experiment("preset", quantize={"preset": "layerwise", "w_method": "rtn", "a_clip_search": False})
+    preset = Experiment(
+        "preset", quantize={"preset": "layerwise", "w_method": "rtn", "a_clip_search": False, "layer_steps": 0}
+    )
     table = Table("Title", (preset,))
     (before,) = reproduction(tiny_model, tmp_path, table).run()["t"]
     monkeypatch.setitem(PRESETS, "layerwise", {**PRESETS["layerwise"], "a_clip": 0.5})

@@ -93,10 +93,21 @@ def test_mixtures_of_experts(
         ({}, {"a_clip_search": True, "gptq_asymmetric": True, "gptq_bias_correction": True, "ignore": []}),
         ({}, {"w_bits": 16, "a_bits": 16}),
         ({}, {"lm_head_bits": 8}),
-        ({}, {"preset": "layerwise"}),
+        ({}, {"preset": "layerwise", "layer_steps": 3}),
         ({}, {"preset": "layerwise", "a_bits": 8}),
+        ({}, {"layer_steps": 3, "lm_head_bits": 8}),
     ],
-    ids=["rtn", "8 bits", "unrotated groups", "everything calibrated", "cache only", "head", "layerwise", "W4A8"],
+    ids=[
+        "rtn",
+        "8 bits",
+        "unrotated groups",
+        "everything calibrated",
+        "cache only",
+        "head",
+        "layerwise",
+        "W4A8",
+        "trained",
+    ],
 )
 def test_every_kind_of_recipe(
     source: Callable[..., Path], tmp_path: Path, rotation: dict[str, Any] | None, fields: dict[str, Any]
