@@ -38,12 +38,15 @@ GemmCall sized(int m, int n, int k, int ldd, int groups, int out_type, int weigh
 }
 
 // The part of a call that does not depend on where the activation codes come from: int4 tiles, a scale a channel.
-using Linear = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, int, int, int, int>;
+// (weight, weight_scale, bias, out, m, n, padded k, out_type, rows added to the output or 0, their stride).
+using Linear = std::tuple<std::uintptr_t, std::uintptr_t, std::uintptr_t, std::uintptr_t, int, int, int, int,
+                          std::uintptr_t, std::int64_t>;
 
 SkinnyProblem prologue_problem(const Linear& linear, std::uintptr_t stream) {
-    const auto [weight, weight_scale, bias, out, m, n, k, out_type] = linear;
+    const auto [weight, weight_scale, bias, out, m, n, k, out_type, added, added_stride] = linear;
     return {nullptr, nullptr, pointer(weight), pointer<float>(weight_scale), pointer<float>(bias), pointer(out), m, n, k, n,
-            0, 0, static_cast<OutputType>(out_type), WeightFormat::kInt4Tiles, pointer<CUstream_st>(stream)};
+            0, 0, static_cast<OutputType>(out_type), WeightFormat::kInt4Tiles, pointer<CUstream_st>(stream),
+            pointer(added), added_stride};
 }
 
 void check_prologue(cudaError_t status, const char* op, const SkinnyProblem& p) {
@@ -88,7 +91,7 @@ void bind_gemm(pybind11::module_& m) {
         },
         py::arg("x"), py::arg("x_stride"), py::arg("residual"), py::arg("residual_stride"), py::arg("dtype"),
         py::arg("k"), py::arg("eps"), py::arg("clip_over_qmax"), py::arg("bits"), py::arg("sum"), py::arg("linear"),
-        py::arg("stream"), "See csrc/gemm/prologue.h. linear: (weight, weight_scale, bias, out, m, n, padded k, out_type).");
+        py::arg("stream"), "See csrc/gemm/prologue.h.");
     m.def(
         "hadamard_gemm",
         [](std::uintptr_t x, std::int64_t row_stride, int dtype, int heads, int head_dim, std::uintptr_t signs,

@@ -15,6 +15,7 @@ namespace quarot::skinny {
 /// TILES: 16 heads each, 2 or 4. T: __half or __nv_bfloat16.
 template <typename T, int TILES>
 struct RotatedHeads : MadeChunks {
+    static constexpr bool kAdds = true;
     struct Arguments {
         T const* x;  ///< [m, heads * head_dim], 16-byte aligned rows
         int64_t row_stride;
@@ -32,6 +33,7 @@ struct RotatedHeads : MadeChunks {
 
     struct Early {
         uint32_t word[2];  // signs of this warp's two 16-head tiles
+        int place;         // of this thread's 16 bytes of a row in X; negative: it has none
     };
 
     /// Head rows beyond the last, of X in shared memory [m][16 TILES][pitch], are zero.
@@ -42,8 +44,12 @@ struct RotatedHeads : MadeChunks {
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt)
             early.word[mt] = tile < TILES ? a.signs[(tile + mt) * 32 + threadIdx.x % 32] : 0;
-        int const pitch = heads::pitch(a.head_dim), words = (TILES * 16 - a.heads) * pitch / 16;
+        int const pitch = heads::pitch(a.head_dim), words = (TILES * 16 - a.heads) * pitch / 16, chunks = a.head_dim / 8;
+        int const head = threadIdx.x / chunks;  // fits() leaves no row with more chunks than threads
+        early.place = head < a.heads ? head * pitch + (int(threadIdx.x) - head * chunks) * 16 : -1;
+#pragma unroll 1
         for (int row = 0; row < rows; ++row)
+#pragma unroll 1
             for (int i = threadIdx.x; i < words; i += WARPS * 32)
                 reinterpret_cast<uint4*>(x + (row * TILES * 16 + a.heads) * pitch)[i] = make_uint4(0, 0, 0, 0);
         return early;
@@ -58,14 +64,17 @@ struct RotatedHeads : MadeChunks {
         int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
         int const pitch = heads::pitch(a.head_dim), chunks = a.head_dim / 8;  // 16-byte chunks of a head
         uint32_t const x_shared = uint32_t(__cvta_generic_to_shared(x));
+        if (early.place >= 0)
 #pragma unroll 1
-        for (int row = 0; row < rows; ++row)
-#pragma unroll 1
-            for (int i = threadIdx.x; i < a.heads * chunks; i += WARPS * 32)
-                copy_16_bytes(x_shared + (row * TILES * 16 + i / chunks) * pitch + i % chunks * 16,
-                              a.x + row * a.row_stride + 8 * i);
+            for (int row = 0; row < rows; ++row)
+                copy_16_bytes(x_shared + row * TILES * 16 * pitch + early.place, a.x + row * a.row_stride + 8 * threadIdx.x);
         int const column = warp % chunks * 8, tile = first_tile(a.head_dim);  // column: of a head
         bool const works = tile < TILES;
+        uint32_t h[TILES][2][4];  // made while the row is on its way
+#pragma unroll
+        for (int q = 0; q < TILES; ++q)
+#pragma unroll
+            for (int mt = 0; mt < 2; ++mt) heads::sign_fragment<T>(h[q][mt], early.word[mt], q);
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
 
@@ -82,11 +91,8 @@ struct RotatedHeads : MadeChunks {
 #pragma unroll
                     for (int part = 0; part < 2; ++part)
 #pragma unroll
-                        for (int mt = 0; mt < 2; ++mt) {
-                            uint32_t h[4];
-                            heads::sign_fragment<T>(h, early.word[mt], q + part);
-                            heads::mma<T>(acc[mt], h, b[2 * part], b[2 * part + 1]);
-                        }
+                        for (int mt = 0; mt < 2; ++mt)
+                            heads::mma<T>(acc[mt], h[q + part][mt], b[2 * part], b[2 * part + 1]);
                 }
 #pragma unroll
                 for (int mt = 0; mt < 2; ++mt)
@@ -106,8 +112,8 @@ struct RotatedHeads : MadeChunks {
                     int const head = 16 * (tile + mt) + g + 8 * half, k = head * a.head_dim + column + 2 * c;
                     unsigned const pair = __byte_perm(code_bits(acc[mt][2 * half], q),
                                                       code_bits(acc[mt][2 * half + 1], q), 0x0040);
-                    char* const place = tiles + k / Layout::kChunk * Layout::kTileBytes + row * Layout::kRowBytes +
-                                        k % Layout::kChunk;
+                    char* const place = tiles + k / Layout::kChunk * RotatedHeads::template chunk_stride<Layout>() +
+                                        row * RotatedHeads::template row_stride<Layout, WARPS>() + k % Layout::kChunk;
                     if (works && head < a.heads) *reinterpret_cast<uint16_t*>(place) = uint16_t(pair);
                 }
         }

@@ -25,13 +25,13 @@ struct NormRows : MadeChunks {
     template <int WARPS>
     static __device__ Early begin(Arguments const&, int, char*) { return {}; }
 
-    /// Codes of row r at `tiles` + warp * kTileBytes + r * kRowBytes, visible to the warp that reads them.
+    /// Codes of row r at `tiles` + warp * chunk_stride + r * row_stride, visible to the warp that reads them.
     template <class Layout, int WARPS>
     static __device__ void make(Arguments const& a, Early, int rows, char* tiles, float* token_scale, char*) {
         static_assert(Layout::kChunk == kWarpColumns);
         __shared__ float2 pieces[ROWS][WARPS];
         int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp * kWarpColumns + 8 * lane;
-        char* const mine = tiles + warp * Layout::kTileBytes + 8 * lane;
+        char* const mine = tiles + warp * chunk_stride<Layout>() + 8 * lane;
         for (int first = 0; first < rows; first += ROWS) {
             Vec8<T> kept[ROWS], other[ROWS];
 #pragma unroll
@@ -70,7 +70,7 @@ struct NormRows : MadeChunks {
                 kept[r].unpack(v);
 #pragma unroll
                 for (int j = 0; j < 8; ++j) v[j] = __fmul_rn(v[j], n.norm);
-                *reinterpret_cast<uint2*>(mine + row * Layout::kRowBytes) = codes8(v, n.q);
+                *reinterpret_cast<uint2*>(mine + row * row_stride<Layout, WARPS>()) = codes8(v, n.q);
             }
         }
     }

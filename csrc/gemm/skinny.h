@@ -27,6 +27,8 @@ struct SkinnyProblem {
     OutputType type;
     WeightFormat format;
     cudaStream_t stream;
+    void const* residual = nullptr;  ///< [m, n] of `type`, added to the rounded output; prologue_*.cu only
+    int64_t residual_stride = 0;
 };
 
 /// How to run it; dispatch.h picks by size, the tuner passes its own.

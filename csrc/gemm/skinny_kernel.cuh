@@ -3,9 +3,12 @@
 #pragma once
 
 #include "gemm/skinny.h"
+#include "gemm/weight_ring.cuh"
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 namespace quarot::skinny {
 
@@ -54,7 +57,37 @@ struct Int4Tiles {
     static constexpr int kRowPad(int k) { return k + 16; }  // odd multiple of 16 bytes: ldmatrix reads hit all banks
 
     static __device__ char const* lane_pointer(void const* weight, int strip, int k, int, int lane) {
-        return static_cast<char const*>(weight) + size_t(strip) * size_t(k / 32) * 256 + lane * 8;
+        return static_cast<char const*>(weight) + uint64_t(uint32_t(strip)) * uint32_t(8 * k) + lane * 8;
+    }
+    /// All units of an item in shared memory; atoms at or past `atoms` come back as zero.
+    template <int UNITS>
+    static __device__ void load_shared(uint32_t (&r)[UNITS][4], uint32_t item, int atoms, int lane) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            uint32_t const p = item + u * kUnitBytes + lane * 8;
+            load_shared_8(r[u][0], r[u][1], p);
+            load_shared_8(r[u][2], r[u][3], p + 256);
+        }
+        if (atoms >= 2 * UNITS) return;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) {
+            if (2 * u >= atoms) r[u][0] = r[u][1] = 0;
+            if (2 * u + 1 >= atoms) r[u][2] = r[u][3] = 0;
+        }
+    }
+    static __device__ void load_shared_8(uint32_t& x, uint32_t& y, uint32_t p) {
+        asm volatile("ld.shared.v2.b32 {%0,%1}, [%2];" : "=r"(x), "=r"(y) : "r"(p) : "memory");
+    }
+    /// All units of a whole item.
+    template <int UNITS>
+    static __device__ void load_whole(uint32_t (&r)[UNITS][4], char const* item) {
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u)
+#pragma unroll
+            for (int atom = 0; atom < 2; ++atom)
+                asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v2.b32 {%0,%1}, [%2];"
+                             : "=r"(r[u][2 * atom]), "=r"(r[u][2 * atom + 1])
+                             : "l"(item + u * kUnitBytes + atom * 256));
     }
     /// Reads unit `u` of an item; atoms at or past `atoms` (of the item) come back as zero.
     static __device__ void load(uint32_t (&r)[4], char const* item, int u, int atoms, int) {
@@ -130,6 +163,13 @@ struct Int8Rows {
     static __device__ int activation_row(int lane) { return lane / 4; }
 };
 
+/// Sum of two 16-bit numbers, the first of them `value` rounded: what a kernel that adds afterwards gets.
+__device__ __forceinline__ float add_rounded(float value, unsigned short other, OutputType type) {
+    if (type == OutputType::kFloat16)
+        return __fadd_rn(__half2float(__float2half_rn(value)), __half2float(__ushort_as_half(other)));
+    return __fadd_rn(__bfloat162float(__float2bfloat16_rn(value)), __bfloat162float(__ushort_as_bfloat16(other)));
+}
+
 __device__ __forceinline__ void store(void* out, size_t index, float value, OutputType type) {
     if (type == OutputType::kFloat16)
         static_cast<__half*>(out)[index] = __float2half_rn(value);
@@ -141,30 +181,44 @@ __device__ __forceinline__ void store(void* out, size_t index, float value, Outp
 
 /// The launch geometry, computed once on the host.
 struct Geometry {
-    uint64_t strip_step;  // ceil(strips * 2^32 / blocks): block i starts at i * step >> 32 = floor(i * strips / blocks)
-    int units;            // 64-wide units of K, the last may be half
-    int strips_max;       // most strips any block owns
+    int strips_each, strips_over;  // of every block, and blocks that own one more: the first ones
+    int units;                     // 64-wide units of K, the last may be half
+    int strips_max;                // most strips any block owns
+    int ring, ring_slots;          // of a made input: where its WeightRing begins in shared memory, slots of each warp
 };
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kBulkCopies = true;
+#else
+constexpr bool kBulkCopies = false;
+#endif
 
 /// Activation codes in global memory, read chunk by chunk. The other inputs (prologue_*.cuh) make the codes in shared
 /// memory before the first product (`kMade`) and say how they lie there: row r of chunk i begins at i * chunk_stride +
-/// r * row_stride, its unit u unit_offset(u) bytes further on.
+/// r * row_stride, its unit u unit_offset(u) bytes further on. code_bytes: of shared memory for so many rows.
 struct StoredCodes {
     static constexpr bool kMade = false, kOneChunk = false;
+    static constexpr bool kAdds = false;  // the problem's residual to the output
     struct Arguments {};
     struct Early {};  // what a made input reads ahead of the wait: constants only
-    template <class Layout>
+    template <class Layout, int WARPS>
     static __host__ __device__ constexpr int row_stride() { return Layout::kRowBytes; }
     template <class Layout>
     static __host__ __device__ constexpr int chunk_stride() { return 0; }  // a warp has one at a time
     static __host__ __device__ constexpr int unit_offset(int u) { return u * kUnit; }
+    template <class Layout, int WARPS>
+    static __host__ __device__ constexpr int code_bytes(int) { return WARPS * Layout::kTileBytes; }
 };
 
-/// Made by the warps that use them: one chunk a warp, laid out as StoredCodes are.
+/// Made by the warps that use them: one chunk a warp, the chunks of a row side by side.
 struct MadeChunks : StoredCodes {
     static constexpr bool kMade = true, kOneChunk = true;
+    template <class Layout, int WARPS>
+    static __host__ __device__ constexpr int row_stride() { return WARPS * Layout::kRowBytes + 16; }  // 16: other banks
     template <class Layout>
-    static __host__ __device__ constexpr int chunk_stride() { return Layout::kTileBytes; }
+    static __host__ __device__ constexpr int chunk_stride() { return Layout::kRowBytes; }
+    template <class Layout, int WARPS>
+    static __host__ __device__ constexpr int code_bytes(int rows) { return rows * row_stride<Layout, WARPS>(); }
 };
 
 /// Shared memory of a block, in bytes; the host asks for total(), the kernel lays it out in this order.
@@ -175,11 +229,10 @@ struct SharedLayout {
     static constexpr int kRowBytes = Weights::kRowPad(kChunk);
     // A warp's activations: kTokens rows of one chunk. 16: tiles side by side begin in different banks.
     static constexpr int kTileBytes = kTokens * kRowBytes + 16;
-    __host__ __device__ static constexpr int tiles(int warps) { return warps * kTileBytes; }
     __host__ __device__ static constexpr int sums(int strips) { return strips * kTokens * kAccStride * 4; }
-    __host__ __device__ static constexpr int total(int warps, int strips) {
+    __host__ __device__ static constexpr int total(int code_bytes, int strips) {
         int const floats = 2 * strips * 16 + kTokens;  // channel scales, biases, token scales
-        return (tiles(warps) + sums(strips) + floats * 4 + 127) / 128 * 128;
+        return (code_bytes + sums(strips) + floats * 4 + 127) / 128 * 128;
     }
 };
 
@@ -194,61 +247,73 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     using Layout = SharedLayout<Weights, TOKEN_TILES, UNITS>;
     constexpr int kTokens = Layout::kTokens, kThreads = WARPS * 32;
     extern __shared__ __align__(128) char shared[];
-    int* const acc = reinterpret_cast<int*>(shared + Layout::tiles(WARPS));  // [strips_max][kTokens][kAccStride]
-    float* const channel_scale =
-        reinterpret_cast<float*>(shared + Layout::tiles(WARPS) + Layout::sums(g.strips_max));
+    int const code_bytes = Input::template code_bytes<Layout, WARPS>(p.m);
+    int* const acc = reinterpret_cast<int*>(shared + code_bytes);  // [strips_max][kTokens][kAccStride]
+    float* const channel_scale = reinterpret_cast<float*>(shared + code_bytes + Layout::sums(g.strips_max));
     float* const channel_bias = channel_scale + g.strips_max * 16;
     float* const token_scale = channel_bias + g.strips_max * 16;
     int const lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
-    // The two blocks of an SM (i and i + half the grid) get neighbouring shares, so that rounding evens out per SM.
-    int owner = blockIdx.x;
-    if (BLOCKS == 2 && gridDim.x % 2 == 0) {
-        int const half = gridDim.x / 2;
-        owner = owner < half ? 2 * owner : 2 * (owner - half) + 1;
-    }
-    int const strip_begin = int(owner * g.strip_step >> 32);
-    int const strip_count = int((owner + 1) * g.strip_step >> 32) - strip_begin;
+    int const owner = blockIdx.x;
+    int const strip_begin = owner * g.strips_each + min(owner, g.strips_over);
+    int const strip_count = g.strips_each + (owner < g.strips_over);
     int unit = warp * UNITS;  // this warp's next chunk
     int const token_begin = blockIdx.y * kTokens;
     int const tokens = min(kTokens, p.m - token_begin);
 
+    constexpr bool kRing = Input::kMade && kBulkCopies;
     uint32_t w[UNITS][Weights::kRegisters];
     char const* item;  // where this lane's next weights start
     int item_atoms;    // how many of them exist: none past the end, fewer in the last chunk
     int item_row8;     // from a lane's first row to its second (int8 rows only)
     auto aim = [&](int strip, int first_unit) {
-        bool const valid = first_unit < g.units;
         int const s = strip_begin + strip;
-        item = Weights::lane_pointer(p.weight, s, p.k, p.n, lane) + size_t(first_unit) * Weights::kUnitBytes;
-        item_atoms = valid ? p.k / 32 - 2 * first_unit : 0;
+        item = Weights::lane_pointer(p.weight, s, p.k, p.n, lane) + first_unit * Weights::kUnitBytes;
+        item_atoms = first_unit < g.units ? p.k / 32 - 2 * first_unit : 0;
         item_row8 = s * 16 + lane / 4 + 8 < p.n ? 8 * p.k : 0;
     };
+    // Ahead of the wait, as weights are constant, and of everything else: DRAM is idle until then.
     aim(0, unit);
+    if (Input::kMade && __builtin_expect(item_atoms >= 2 * UNITS, 1)) {
+        if constexpr (Input::kMade) Weights::template load_whole<UNITS>(w, item);
+    } else {
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u)
-        Weights::load(w[u], item, u, item_atoms, item_row8);  // ahead of the wait: weights are constant
+        for (int u = 0; u < UNITS; ++u) Weights::load(w[u], item, u, item_atoms, item_row8);
+    }
+    uint32_t const first_tile = uint32_t(__cvta_generic_to_shared(shared));
+    std::conditional_t<kRing, WeightRing<Weights, UNITS, WARPS>, NoRing> ring(
+        first_tile + g.ring, g.ring_slots, p, strip_begin, strip_count, g.units, {0, unit});
 
     int const width = strip_count * 16;
+    constexpr int kUnroll = Input::kMade ? 1 : 4;  // what runs once waits for its instructions
+#pragma unroll kUnroll
     for (int i = threadIdx.x; i < g.strips_max * kTokens * kAccStride; i += kThreads) acc[i] = 0;
+#pragma unroll kUnroll
     for (int i = threadIdx.x; i < width && strip_begin * 16 + i < p.n;
          i += kThreads) {  // so that the epilogue need not wait for them
         copy_4_bytes(channel_scale + i, p.weight_scale + strip_begin * 16 + i);
         if (p.bias != nullptr) copy_4_bytes(channel_bias + i, p.bias + strip_begin * 16 + i);
     }
-    char* const input_shared = shared + Layout::total(WARPS, g.strips_max);
+    char* const input_shared = shared + Layout::total(code_bytes, g.strips_max);
     typename Input::Early early;
     if constexpr (Input::kMade) early = Input::template begin<WARPS>(input, tokens, input_shared);
     __syncthreads();  // sums are zero
 
     wait_for_previous_kernel();
     let_next_kernel_start();
-    uint32_t const first_tile = uint32_t(__cvta_generic_to_shared(shared));
+    auto residual_of = [&](int i) {
+        int const token = i / width, n = strip_begin * 16 + i - token * width;
+        return n < p.n ? static_cast<unsigned short const*>(p.residual)[token * p.residual_stride + n] : (unsigned short)0;
+    };
+    // Of this thread's first output, so that the epilogue need not wait for it.
+    unsigned short added = 0;
+    if (Input::kAdds && p.residual != nullptr && threadIdx.x < width * tokens) added = residual_of(threadIdx.x);
     uint32_t const tile = first_tile + warp * Layout::kTileBytes;
     if constexpr (Input::kMade)
         Input::template make<Layout, WARPS>(input, early, tokens, shared, token_scale, input_shared);
     else if (threadIdx.x < tokens)
         copy_4_bytes(token_scale + threadIdx.x, p.row_scale + token_begin + threadIdx.x);
+    if constexpr (kRing) ring.fill_last();
 
     char const* const codes = static_cast<char const*>(p.codes) + size_t(token_begin) * p.k;
     auto fetch = [&](int first_unit) {  // the chunk's activations, 16 bytes a lane
@@ -271,7 +336,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             uint32_t const chunk =
                 Input::kMade ? first_tile + unit / UNITS * Input::template chunk_stride<Layout>() : tile;
             uint32_t const address = Weights::activation_address(chunk, row < tokens ? row : 0,
-                                                                 Input::template row_stride<Layout>(), lane);
+                                                                 Input::template row_stride<Layout, WARPS>(), lane);
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) Weights::activations(b[t][u], address + Input::unit_offset(u));
         }
@@ -280,17 +345,20 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         if (!Input::kMade && next_unit < g.units) fetch(next_unit);  // the copies land while this chunk is multiplied
 
         for (int strip = 0; strip < strip_count; ++strip) {
-            if (strip + 1 < strip_count)
+            if constexpr (kRing) {
+                if (strip > 0 || unit >= WARPS * UNITS) ring.take(w, p.k / 32 - 2 * unit);  // else the first item
+            } else if (strip + 1 < strip_count) {
                 aim(strip + 1, unit);
-            else
+            } else {
                 aim(0, next_unit);
+            }
             int c[TOKEN_TILES][4] = {};
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 uint32_t a[2][4];
                 Weights::fragment(a[0], w[u], 0);
                 Weights::fragment(a[1], w[u], 1);
-                Weights::load(w[u], item, u, item_atoms, item_row8);
+                if (!kRing) Weights::load(w[u], item, u, item_atoms, item_row8);
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t) {
                     mma(c[t], a[0], b[t][u][0], b[t][u][1]);
@@ -320,6 +388,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             float value = __fmul_rn(__fmul_rn(__fmul_rn(float(sum), Weights::kMultiplier), token_scale[token]),
                                     channel_scale[row]);
             if (p.bias != nullptr) value = __fadd_rn(value, channel_bias[row]);
+            if (Input::kAdds && p.residual != nullptr)
+                value = add_rounded(value, i < kThreads ? added : residual_of(i), p.type);
             store(p.out, size_t(token_begin + token) * p.ldd + n, value, p.type);
         }
     }

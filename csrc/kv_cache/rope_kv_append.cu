@@ -7,6 +7,7 @@ namespace quarot {
 namespace {
 
 constexpr int kWarps = 4;
+constexpr int kRehearsalTokens = 8;  // up to here the projection ahead leaves room for this kernel beside it
 
 __device__ __forceinline__ void store_two(void* row, DType dtype, int dim, float a, float b) {
     if (dtype == DType::kFloat32) {
@@ -19,33 +20,42 @@ __device__ __forceinline__ void store_two(void* row, DType dtype, int dim, float
 }
 
 // Grid: groups of 4 tokens x (Hq + 2 Hkv) heads, head fastest.
+//
+// In a decode step of few tokens (one_each) the block has its place long before the projection ahead has ended, and what
+// runs once waits for its instructions: so it goes through all of it beforehand, on zeros, and stores nothing.
 template <int D, int Bits, int Groups>
 __global__ void __launch_bounds__(32 * kWarps) rope_append_kernel(const __grid_constant__ RopeAppendParams p) {
     // Decode attention reads the pages of all but a sequence's last token before it waits for us.
     if (p.one_each) pdl_trigger();
-    pdl_wait();
+    __shared__ __align__(16) float zeros[D];
+    for (int i = threadIdx.x; i < D; i += 32 * kWarps) zeros[i] = 0.0f;
+    __syncthreads();
     const int lane = threadIdx.x % 32, place = lane % 8;
     const int heads = p.query_heads + 2 * p.kv_heads;
-    const std::int64_t warp = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
-    const int head = static_cast<int>(warp % heads);
-    const int token = static_cast<int>(warp / heads) * kRowsPerWarp + lane / 8;
-    const bool valid = token < p.tokens, is_query = head < p.query_heads;
-    const bool is_value = head >= p.query_heads + p.kv_heads;
-
-    const int slot = is_query ? -1 : load_slot(p, token);
-    float x[D / 8];
-    load_head<D>(p, valid ? token : 0, head, place, x);
-    if (is_query) {
-        if (valid) {
-            const int element = p.dtype == DType::kFloat32 ? 4 : 2;
-            void* target = static_cast<std::uint8_t*>(p.query) + (static_cast<std::int64_t>(token) * p.query_heads + head) * D * element;
+    const unsigned warp = blockIdx.x * kWarps + threadIdx.x / 32;  // fewer than 2^31: so says the grid
+    const int head = static_cast<int>(warp % heads), token = static_cast<int>(warp / heads) * kRowsPerWarp + lane / 8;
+    const bool is_query = head < p.query_heads, is_value = head >= p.query_heads + p.kv_heads;
+#pragma unroll 1
+    for (bool earnest = !p.one_each || p.tokens > kRehearsalTokens;; earnest = true) {
+        const bool valid = earnest && token < p.tokens;
+        if (earnest) pdl_wait();
+        const int slot = is_query || !earnest ? -1 : load_slot(p, token);
+        float x[D / 8];
+        load_head<D>(p, valid ? token : 0, head, place, x, earnest ? nullptr : zeros);
+        if (is_query) {
+            if (valid) {
+                const int element = p.dtype == DType::kFloat32 ? 4 : 2;
+                void* target = static_cast<std::uint8_t*>(p.query) +
+                               (static_cast<std::int64_t>(token) * p.query_heads + head) * D * element;
 #pragma unroll
-            for (int i = 0; i < D / 16; ++i)
-                store_two(target, p.dtype, 16 * i + 2 * place, x[2 * i], x[2 * i + 1]);
+                for (int i = 0; i < D / 16; ++i)
+                    store_two(target, p.dtype, 16 * i + 2 * place, x[2 * i], x[2 * i + 1]);
+            }
+        } else {
+            const int kv_head = head - p.query_heads - (is_value ? p.kv_heads : 0);
+            quantize_and_store_row<D, Bits, Groups>(p, !is_value, slot, kv_head, x, lane);
         }
-    } else {
-        const int kv_head = head - p.query_heads - (is_value ? p.kv_heads : 0);
-        quantize_and_store_row<D, Bits, Groups>(p, !is_value, slot, kv_head, x, lane);
+        if (earnest) break;
     }
 }
 

@@ -79,21 +79,23 @@ __device__ __forceinline__ void rotate_row_in_place(float (&x)[D / 8], int place
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
 // Head `head` of token `token` (for lanes that are not `valid`: some row), normalised, turned and rotated: lane `place` of
-// its eight. Tables, slots and row are asked for together: one trip to memory.
+// its eight. Tables, slots and row are asked for together: one trip to memory. `instead`: if not null, read in place of all.
 template <int D>
-__device__ __forceinline__ void load_head(const RopeAppendParams& p, int token, int head, int place, float (&x)[D / 8]) {
+__device__ __forceinline__ void load_head(const RopeAppendParams& p, int token, int head, int place, float (&x)[D / 8],
+                                          const void* instead = nullptr) {
     const int element = p.dtype == DType::kFloat32 ? 4 : 2;
     const bool is_query = head < p.query_heads, is_value = head >= p.query_heads + p.kv_heads;
     const auto at = [&](const void* base, std::int64_t index) {
-        return static_cast<const std::uint8_t*>(base) + index * element;
+        return instead != nullptr ? static_cast<const std::uint8_t*>(instead)
+                                  : static_cast<const std::uint8_t*>(base) + index * element;
     };
     const std::int64_t row = static_cast<std::int64_t>(token % p.table_rows) * p.rotary_dim;
-    if (!is_value && place * 64 < p.rotary_dim)
+    if (!is_value && place * 64 < p.rotary_dim && instead == nullptr)
         prefetch_line(at(p.cos, row + place * 64)), prefetch_line(at(p.sin, row + place * 64));
     load_row<D>(at(p.qkv, token * p.qkv_stride + head * D), p.dtype, place, x);
     if (is_value) return;
     const void* gain = is_query ? p.query_norm : p.key_norm;
-    if (gain != nullptr) normalize_row<D>(x, gain, p.dtype, p.eps, place);
+    if (gain != nullptr) normalize_row<D>(x, at(gain, 0), p.dtype, p.eps, place);
     rope_row<D>(x, at(p.cos, row), at(p.sin, row), p.dtype, p.rotary_dim, place);
     if (p.rotate) rotate_row_in_place<D>(x, place);
 }

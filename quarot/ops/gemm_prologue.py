@@ -67,6 +67,20 @@ def check(
     gemm_launch.check_bias(op, weight_scale, bias)
 
 
+def check_residual(op: str, x: torch.Tensor, weight_scale: torch.Tensor, residual: torch.Tensor | None) -> None:
+    """Raise ValueError for rows that cannot be added to the output of ``x`` [M, K]."""
+    if residual is None:
+        return
+    kind, expected = (tuple(residual.shape), residual.dtype, residual.device), (x.shape[0], weight_scale.shape[0])
+    if kind != (expected, x.dtype, x.device):
+        raise ValueError(f"{op}: residual {kind} must be the output's {(expected, x.dtype, x.device)}")
+
+
+def add(out: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+    """What the ops with a residual return: it is added to the output as rounded, and the sum is rounded again."""
+    return out if residual is None else out + residual
+
+
 def launch(
     binding: str,
     arguments: tuple[Any, ...],
@@ -74,13 +88,17 @@ def launch(
     qweight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[M, N] in the dtype of ``x`` from a binding of csrc/bindings/gemm.cpp that takes ``arguments`` first."""
     m, n = x.shape[0], weight_scale.shape[0]
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     qweight, weight_scale, bias = qweight.contiguous(), weight_scale.contiguous(), gemm_launch.bias_float32(bias)
     pointers = (qweight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
-    linear = (*pointers, m, n, 32 * qweight.shape[1], _OUT_TYPES[x.dtype])
+    if residual is not None and residual.stride(1) != 1:
+        residual = residual.contiguous()
+    added = (0, 0) if residual is None else (residual.data_ptr(), residual.stride(0))
+    linear = (*pointers, m, n, 32 * qweight.shape[1], _OUT_TYPES[x.dtype], *added)
     with torch.cuda.device(x.device):
         getattr(extension(), binding)(*arguments, linear, stream(x))
     return out

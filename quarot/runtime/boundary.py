@@ -53,11 +53,11 @@ class Boundary:
             positions.add_(1)
         return hidden.flatten(0, 1), lengths, slots, cos, sin
 
-    def finish(self, residual: Tensor, delta: Tensor) -> Tensor:
+    def finish(self, residual: Tensor, delta: Tensor | None) -> Tensor:
         """The final norm of ``residual + delta`` [M, hidden]."""
         if self._no_gain and self.watch.find() is None:
-            return add_rms_norm(delta, residual, self.eps)
-        return self.final_norm(residual + delta)
+            return add_rms_norm(residual, None, self.eps) if delta is None else add_rms_norm(delta, residual, self.eps)
+        return self.final_norm(residual if delta is None else residual + delta)
 
     def _fixed_frequencies(self) -> bool:
         kind = getattr(self.rotary, "rope_type", None)

@@ -44,8 +44,8 @@ class FusedExperts:
         """Its joined linear layers."""
         return self.experts.stacks or ()
 
-    def after_norm(self, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """[M, hidden] from the RMSNorm of ``x + residual``, and that sum."""
+    def after_norm(self, x: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+        """``x + residual`` [M, hidden] and what becomes of its RMSNorm."""
         normed = add_rms_norm(x, residual, eps)
         logits = nn.functional.linear(normed, self.router.weight)  # type: ignore[arg-type]
         kind = torch.float32 if self.float32_weights else logits.dtype
@@ -53,4 +53,4 @@ class FusedExperts:
         first = self.experts.gate_up[0]
         packed = self.experts.packs(x, index)
         codes, scale, total = add_rms_norm_quantize(x, residual, eps, first.a_bits, first.a_clip, packed)
-        return self.experts.forward_codes(codes, scale, index, share, x.dtype), total
+        return total, self.experts.forward_codes(codes, scale, index, share, x.dtype)

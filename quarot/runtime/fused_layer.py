@@ -3,7 +3,8 @@
     residual + delta -> RMSNorm -> codes -> qkv -> RoPE (-> R3 -> cache) -> attention -> (heads Hadamard ->) codes -> o
     residual + delta -> RMSNorm -> codes -> gate_up -> SiLU * up (-> R4) -> codes -> down
 
-The sum that ends a layer is left to the norm that begins the next one: a layer takes and returns ``(residual, delta)``.
+A sum is left to the norm behind it, also the one that ends a layer, which takes and returns ``(residual, delta)``; for
+a few rows o and down add it themselves, and delta is None.
 """
 
 from __future__ import annotations
@@ -63,23 +64,26 @@ class FusedLayer:
         """All joined linear layers."""
         return self.qkv, self.o, *self.mlp.groups()
 
-    def forward(self, residual: Tensor, delta: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
+    def forward(self, residual: Tensor, delta: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor | None]:
         """[M, hidden] residual stream, and what is still to be added to it, through the layer."""
         residual, qkv = self._norm_project(residual, delta, self.attn_norm, self.qkv)
-        delta = self.o.after_rotation(attend(self, qkv))
+        residual, delta = self.o.after_rotation(attend(self, qkv), residual)
         if residual.shape[0] <= MLP_TOKENS:
             return self._mlp(residual, delta)
+        assert delta is not None  # so many rows are not a few
         total = torch.empty_like(residual)
-        for rows in zip(*(t.split(MLP_TOKENS) for t in (residual, delta, total)), strict=True):
+        pieces = -(-residual.shape[0] // MLP_TOKENS)  # of nearly equal size: none has few rows
+        for rows in zip(*(t.tensor_split(pieces) for t in (residual, delta, total)), strict=True):
             some, change, place = rows
             summed, out = self._mlp(some, change)
             place.copy_(summed)
+            assert out is not None
             change.copy_(out)  # nobody else has what o_proj returned
         return total, delta
 
-    def _mlp(self, residual: Tensor, delta: Tensor) -> tuple[Tensor, Tensor]:
-        out, total = self.mlp.after_norm(delta, residual, norm_eps(self.mlp_norm))
-        return total, out
+    def _mlp(self, residual: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        x, other = (residual, None) if delta is None else (delta, residual)
+        return self.mlp.after_norm(x, other, norm_eps(self.mlp_norm))
 
     def rotate_positions(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE (after the head norms, where the family has them) on the queries and keys in qkv, in place."""

@@ -17,7 +17,7 @@ class FusedMlp:
         """Its joined linear layers."""
         return self.gate_up, self.down
 
-    def after_norm(self, x: Tensor, residual: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """[M, hidden] from the RMSNorm of ``x + residual``, and that sum."""
+    def after_norm(self, x: Tensor, residual: Tensor | None, eps: float) -> tuple[Tensor, Tensor | None]:
+        """``x + residual`` [M, hidden] and what becomes of its RMSNorm; the sum of both and None for a few rows."""
         gate_up, total = self.gate_up.after_norm(x, residual, eps)
-        return self.down.after_gate(gate_up), total
+        return self.down.after_gate(gate_up, total)

@@ -77,27 +77,30 @@ class LinearGroup:
         codes, scale, total = add_rms_norm_quantize(x, residual, eps, first.a_bits, first.a_clip, packed)
         return self(codes, scale, x.dtype), total
 
-    def after_rotation(self, x: torch.Tensor) -> torch.Tensor:
-        """[M, out_features] from x after the online rotation of the layer: one kernel for a few rows, else two."""
+    def after_rotation(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``residual`` and what the layer makes of x after its online rotation, [M, out_features].
+
+        One kernel for a few rows, which gives their sum and None; else two.
+        """
         first, r = self.first, self.first.input_rotation
         if r is not None and self._few(x):
-            arguments = (x, r.order, r.pow2, r.inner, first.a_bits, first.a_clip, *self.tensors())
+            arguments = (x, r.order, r.pow2, r.inner, first.a_bits, first.a_clip, *self.tensors(), residual)
             if hadamard_gemm.available(*arguments) is None:
-                return hadamard_gemm.hadamard_gemm_w4a4(*arguments)
+                return hadamard_gemm.hadamard_gemm_w4a4(*arguments), None
         codes, scale = first.quantize_input(x)
-        return self(codes, scale, x.dtype)
+        return residual, self(codes, scale, x.dtype)
 
-    def after_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[M, out_features] from silu(gate) * up after the rotation of the layer: one kernel for one row, else two."""
+    def after_gate(self, gate_up: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same of silu(gate) * up."""
         first, r = self.first, self.first.input_rotation
         order, pow2 = (1, 1) if r is None else (r.order, r.pow2)
         if self._few(gate_up):
-            arguments = (gate_up, order, pow2, first.a_bits, first.a_clip, *self.tensors())
+            arguments = (gate_up, order, pow2, first.a_bits, first.a_clip, *self.tensors(), residual)
             if silu_gemm.available(*arguments) is None:
-                return silu_gemm.silu_mul_hadamard_gemm_w4a4(*arguments)
+                return silu_gemm.silu_mul_hadamard_gemm_w4a4(*arguments), None
         packed = first._packs_activations(gate_up)
         codes, scale = silu_mul_hadamard_quantize(gate_up, order, pow2, first.a_bits, first.a_clip, packed)
-        return self(codes, scale, gate_up.dtype)
+        return residual, self(codes, scale, gate_up.dtype)
 
     def _few(self, x: torch.Tensor) -> bool:
         """Whether rows are so few that the GEMM had better make its codes itself (where it can)."""

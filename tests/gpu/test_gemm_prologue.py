@@ -89,6 +89,8 @@ def test_heads(count: int, head_dim: int, dtype: torch.dtype) -> None:
             expected = gemm.cuda(*heads.cuda(x, spec.order, spec.pow2, head_dim, bits, 0.9), *weight, dtype)
             poison(2 * m * 1000)
             assert_same(heads_gemm.cuda(*arguments), expected)
+            residual = rows(m, 1000, dtype)
+            assert_same(heads_gemm.cuda(*arguments, residual), expected + residual)
 
 
 SILU = [(172, 64), (12, 128), (1, 8192), (28, 256), (20, 64)]  # m = 172, 24, 128, 112, 20
@@ -115,6 +117,24 @@ def test_silu(order: int, pow2: int, dtype: torch.dtype) -> None:
             expected = gemm.cuda(*silu.cuda(x, order, pow2, bits, 0.9), *weight, dtype)
             poison(2000)
             assert_same(silu_gemm.cuda(*arguments), expected)
+            residual = torch.randn(1, 1000, device="cuda").to(dtype)
+            assert_same(silu_gemm.cuda(*arguments, residual), expected + residual)
+
+
+# Few outputs, so that blocks have one strip; many, so that a warp's ring goes round; the last strip with one row; rows
+# of the residual that are parts of others, at odd places.
+@pytest.mark.parametrize("n", [1, 16, 2112, 4096, 4097, 40000])
+def test_sizes_of_the_output(n: int) -> None:
+    heads_weight, silu_weight = linear(n, 4096), linear(n, 11008)
+    for m in (1, 2, 8):
+        x, residual = rows(m, 4096, torch.float16), rows(m, 2 * n + 1, torch.float16)[:, 1 : 1 + n]
+        expected = gemm.cuda(*heads.cuda(x, 1, 32, 128, 4, 0.9), *heads_weight, x.dtype) + residual
+        assert_same(heads_gemm.cuda(x, 1, 32, 128, 4, 0.9, *heads_weight, residual), expected)
+    gate_up = torch.randn(1, 22016, device="cuda", dtype=torch.float16)
+    arguments = (gate_up, 172, 64, 4, 0.9, *silu_weight, residual[:1])
+    if silu_gemm.available(*arguments) is None:
+        expected = gemm.cuda(*silu.cuda(gate_up, 172, 64, 4, 0.9), *silu_weight, gate_up.dtype) + residual[:1]
+        assert_same(silu_gemm.cuda(*arguments), expected)
 
 
 def test_a_row_does_not_depend_on_the_others() -> None:
@@ -151,23 +171,24 @@ def test_views_and_what_has_no_kernel() -> None:
 
 @pytest.mark.parametrize("m", [1, 3])
 def test_layers_in_a_graph(m: int) -> None:
-    """Norm, GEMM, rotation, GEMM again and again: every kernel starts while the one before it still runs."""
+    """Norm, GEMM, rotation, GEMM and sum again and again: every kernel starts while the one before it still runs."""
     wide, narrow = linear(4096, 4096), linear(4096, 4096)
     wide[1].mul_(1e-3), narrow[1].mul_(1e-3)
     start = torch.randn(m, 4096, device="cuda", dtype=torch.float16)
 
     def layers(fused: bool) -> torch.Tensor:
         residual, delta = start, None
-        for _ in range(40):
+        for i in range(40):
             x, other = (residual, None) if delta is None else (delta, residual)
             if fused:
                 out, residual = norm_gemm.cuda(x, other, 1e-5, 4, 0.9, *wide)
-                delta = heads_gemm.cuda(out, 1, 32, 128, 4, 0.9, *narrow)
+                delta = heads_gemm.cuda(out, 1, 32, 128, 4, 0.9, *narrow, residual if i % 3 else None)
+                residual, delta = (delta, None) if i % 3 else (residual, delta)
             else:
                 codes, scale, residual = norm.cuda(x, other, 1e-5, 4, 0.9)
                 out = gemm.cuda(codes, scale, *wide, x.dtype)
                 delta = gemm.cuda(*heads.cuda(out, 1, 32, 128, 4, 0.9), *narrow, x.dtype)
-        return residual + delta
+        return residual if delta is None else residual + delta
 
     expected = layers(False)
     assert expected.isfinite().all()

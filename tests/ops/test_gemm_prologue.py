@@ -45,6 +45,8 @@ def test_rotation_then_gemm(order: int, pow2: int, dtype: torch.dtype) -> None:
     weight = linear(20, x.shape[1])
     out = hadamard_gemm_w4a4(x, order, pow2, 32, 4, 0.9, *weight)
     assert torch.equal(out, gemm_w4a4(*hadamard_quantize(x, order, pow2, 32, 4, 0.9), *weight, dtype))
+    residual = torch.randn_like(out)
+    assert torch.equal(hadamard_gemm_w4a4(x, order, pow2, 32, 4, 0.9, *weight, residual), out + residual)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -54,6 +56,8 @@ def test_silu_then_gemm(order: int, pow2: int, dtype: torch.dtype) -> None:
     weight = linear(20, 96)
     out = silu_mul_hadamard_gemm_w4a4(gate_up, order, pow2, 4, 0.9, *weight)
     assert torch.equal(out, gemm_w4a4(*silu_mul_hadamard_quantize(gate_up, order, pow2, 4, 0.9), *weight, dtype))
+    residual = torch.randn_like(out)
+    assert torch.equal(silu_mul_hadamard_gemm_w4a4(gate_up, order, pow2, 4, 0.9, *weight, residual), out + residual)
 
 
 def test_schemas_and_fakes() -> None:
@@ -61,8 +65,10 @@ def test_schemas_and_fakes() -> None:
     weight = linear(20, 96)
     opcheck(ops.add_rms_norm_gemm_w4a4.default, (x, x.flip(0), 1e-5, 4, 0.9, *weight))
     opcheck(ops.add_rms_norm_gemm_w4a4.default, (x, None, 1e-5, 8, 0.9, *weight[:2], None))
-    opcheck(ops.hadamard_gemm_w4a4.default, (x, 12, 1, 8, 4, 0.9, *weight))
-    opcheck(ops.silu_mul_hadamard_gemm_w4a4.default, (x, 12, 4, 4, 0.9, *linear(20, 48)))
+    residual = x.new_ones(3, 20)
+    for more in ((), (residual,)):
+        opcheck(ops.hadamard_gemm_w4a4.default, (x, 12, 1, 8, 4, 0.9, *weight, *more))
+        opcheck(ops.silu_mul_hadamard_gemm_w4a4.default, (x, 12, 4, 4, 0.9, *linear(20, 48), *more))
 
 
 def test_operands_that_do_not_fit() -> None:
@@ -83,6 +89,15 @@ def test_operands_that_do_not_fit() -> None:
             call(x, 4, tiles, scale, bias[:3])
         with pytest.raises(ValueError, match="2 to 8 bits, not 9"):
             call(x, 9, tiles, scale, bias)
+
+
+def test_residuals_that_do_not_fit() -> None:
+    x, weight = torch.randn(3, 96), linear(20, 96)
+    for residual in (torch.zeros(3, 19), torch.zeros(1, 20), torch.zeros(3, 20, dtype=torch.float16)):
+        with pytest.raises(ValueError, match=r"must be the output's \(\(3, 20\), torch.float32"):
+            hadamard_gemm_w4a4(x, 1, 2, 48, 4, 0.9, *weight, residual)
+        with pytest.raises(ValueError, match=r"must be the output's \(\(3, 20\), torch.float32"):
+            silu_mul_hadamard_gemm_w4a4(torch.cat((x, x), -1), 12, 8, 4, 0.9, *weight, residual)
 
 
 def test_columns_apart_have_no_kernel() -> None:

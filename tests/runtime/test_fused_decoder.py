@@ -167,8 +167,9 @@ def test_long_prompts_pass_the_mlp_in_parts(tiny_model, token_ids, monkeypatch):
     whole = model(token_ids, use_cache=False).logits
     rows = []
     original = LinearGroup.after_gate
-    monkeypatch.setattr(LinearGroup, "after_gate", lambda self, x: rows.append(x.shape[0]) or original(self, x))
+    monkeypatch.setattr(LinearGroup, "after_gate", lambda self, x, *a: rows.append(x.shape[0]) or original(self, x, *a))
     monkeypatch.setattr(fused_layer, "MLP_TOKENS", 8)
     assert torch.equal(model(token_ids, use_cache=False).logits, whole)
-    assert max(rows) == 8
+    assert max(rows) <= 8
+    assert max(rows) - min(rows) <= 1  # no part of a few rows, which go another way
     assert sum(rows) == token_ids.numel() * model.config.num_hidden_layers

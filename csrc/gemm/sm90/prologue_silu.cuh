@@ -20,7 +20,7 @@ namespace quarot::skinny {
 /// MP: m padded to a multiple of 16, at most 192. Element: __half or __nv_bfloat16.
 template <typename Element, int MP>
 struct RotatedSilu {
-    static constexpr bool kMade = true, kOneChunk = false;
+    static constexpr bool kMade = true, kOneChunk = false, kAdds = true;
     static constexpr int kSteps = MP / 16, kTile = 512, kTiles = (MP + 7) / 8;  // tiles of 8 rows of X
     static constexpr int kOutputs = 48;                                        // m of one warpgroup
     struct Arguments {
@@ -38,11 +38,15 @@ struct RotatedSilu {
     static_assert(MP % 16 == 0 && MP <= 4 * kOutputs && MP * 128 <= kCopyBytes);
 
     // Codes: 16 bytes after every 128, so that the stores of eight rows of X meet different banks.
-    template <class Layout>
+    template <class Layout, int WARPS>
     static __host__ __device__ constexpr int row_stride() { return 0; }
     template <class Layout>
     static __host__ __device__ constexpr int chunk_stride() { return Layout::kChunk + Layout::kChunk / 8; }
     static __host__ __device__ constexpr int unit_offset(int u) { return u * kUnit + u / 2 * 16; }
+    template <class Layout, int WARPS>
+    static __host__ __device__ constexpr int code_bytes(int) {
+        return (MP * 64 + Layout::kChunk - 1) / Layout::kChunk * chunk_stride<Layout>();
+    }
 
     struct Early {
         uint2 signs;  // eight bytes of the table
