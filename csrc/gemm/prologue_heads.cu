@@ -11,9 +11,9 @@ namespace {
 
 constexpr int kWarps = 16;
 
-template <typename T, int TILES>
+template <typename T, int TILES, bool ONE_ROW>
 cudaError_t run(SkinnyProblem const& p, HeadsInput const& in, float clip_over_qmax, int bits) {
-    using Heads = skinny::RotatedHeads<T, TILES>;
+    using Heads = skinny::RotatedHeads<T, TILES, ONE_ROW>;
     if (!Heads::fits(in.head_dim, kWarps)) return cudaErrorInvalidValue;
     typename Heads::Arguments const arguments{static_cast<T const*>(in.x),
                                               in.row_stride,
@@ -27,6 +27,13 @@ cudaError_t run(SkinnyProblem const& p, HeadsInput const& in, float clip_over_qm
     return skinny::run<skinny::Int4Tiles, Heads, 1, 4, kWarps, 1>(p, arguments, shared);
 }
 
+template <typename T>
+cudaError_t dispatch(SkinnyProblem const& p, HeadsInput const& in, float clip_over_qmax, int bits) {
+    bool const two = heads::tiles(in.heads) == 2;
+    auto const chosen = p.m == 1 ? (two ? run<T, 2, true> : run<T, 4, true>) : (two ? run<T, 2, false> : run<T, 4, false>);
+    return chosen(p, in, clip_over_qmax, bits);
+}
+
 }  // namespace
 
 cudaError_t heads_gemm(SkinnyProblem const& p, HeadsInput const& in, float clip_over_qmax, int bits) {
@@ -35,10 +42,8 @@ cudaError_t heads_gemm(SkinnyProblem const& p, HeadsInput const& in, float clip_
                         in.heads <= heads::kMaxHeads && in.head_dim % 32 == 0 && in.head_dim <= heads::kMaxHeadDim &&
                         bits >= 2 && bits <= 8;
     if (!serves || in.dtype == DType::kFloat32) return cudaErrorInvalidValue;
-    bool const half = in.dtype == DType::kFloat16;
-    if (heads::tiles(in.heads) == 2)
-        return half ? run<__half, 2>(p, in, clip_over_qmax, bits) : run<__nv_bfloat16, 2>(p, in, clip_over_qmax, bits);
-    return half ? run<__half, 4>(p, in, clip_over_qmax, bits) : run<__nv_bfloat16, 4>(p, in, clip_over_qmax, bits);
+    return in.dtype == DType::kFloat16 ? dispatch<__half>(p, in, clip_over_qmax, bits)
+                                       : dispatch<__nv_bfloat16>(p, in, clip_over_qmax, bits);
 }
 
 }  // namespace quarot

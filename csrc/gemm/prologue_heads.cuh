@@ -12,10 +12,11 @@
 
 namespace quarot::skinny {
 
-/// TILES: 16 heads each, 2 or 4. T: __half or __nv_bfloat16.
-template <typename T, int TILES>
+/// TILES: 16 heads each, 2 or 4. T: __half or __nv_bfloat16. ONE_ROW: for a single row.
+template <typename T, int TILES, bool ONE_ROW>
 struct RotatedHeads : MadeChunks {
-    static constexpr bool kAdds = true;
+    static constexpr bool kOneRow = ONE_ROW, kAdds = true;
+    using Output = T;
     struct Arguments {
         T const* x;  ///< [m, heads * head_dim], 16-byte aligned rows
         int64_t row_stride;
@@ -34,17 +35,19 @@ struct RotatedHeads : MadeChunks {
     struct Early {
         uint32_t word[2];  // signs of this warp's two 16-head tiles
         int place;         // of this thread's 16 bytes of a row in X; negative: it has none
+        int tile, column;  // this warp's first tile, and its first column of a head
     };
 
     /// Head rows beyond the last, of X in shared memory [m][16 TILES][pitch], are zero.
     template <int WARPS>
     static __device__ Early begin(Arguments const& a, int rows, char* x) {
         Early early;
-        int const tile = first_tile(a.head_dim);
+        int const warp = threadIdx.x / 32;
+        int const pitch = heads::pitch(a.head_dim), words = (TILES * 16 - a.heads) * pitch / 16, chunks = a.head_dim / 8;
+        early.tile = warp / chunks * 2, early.column = warp % chunks * 8;
 #pragma unroll
         for (int mt = 0; mt < 2; ++mt)
-            early.word[mt] = tile < TILES ? a.signs[(tile + mt) * 32 + threadIdx.x % 32] : 0;
-        int const pitch = heads::pitch(a.head_dim), words = (TILES * 16 - a.heads) * pitch / 16, chunks = a.head_dim / 8;
+            early.word[mt] = early.tile < TILES ? a.signs[(early.tile + mt) * 32 + threadIdx.x % 32] : 0;
         int const head = threadIdx.x / chunks;  // fits() leaves no row with more chunks than threads
         early.place = head < a.heads ? head * pitch + (int(threadIdx.x) - head * chunks) * 16 : -1;
 #pragma unroll 1
@@ -55,26 +58,36 @@ struct RotatedHeads : MadeChunks {
         return early;
     }
 
-    /// Of the two that a warp has.
-    static __device__ int first_tile(int head_dim) { return int(threadIdx.x) / 32 / (head_dim / 8) * 2; }
-
     template <class Layout, int WARPS>
     static __device__ void make(Arguments const& a, Early const& early, int rows, char* tiles, float* token_scale, char* x) {
         __shared__ unsigned scratch[2][32];
-        int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, c = lane % 4;
-        int const pitch = heads::pitch(a.head_dim), chunks = a.head_dim / 8;  // 16-byte chunks of a head
+        int const lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+        int const pitch = heads::pitch(a.head_dim);
         uint32_t const x_shared = uint32_t(__cvta_generic_to_shared(x));
         if (early.place >= 0)
 #pragma unroll 1
             for (int row = 0; row < rows; ++row)
                 copy_16_bytes(x_shared + row * TILES * 16 * pitch + early.place, a.x + row * a.row_stride + 8 * threadIdx.x);
-        int const column = warp % chunks * 8, tile = first_tile(a.head_dim);  // column: of a head
-        bool const works = tile < TILES;
-        uint32_t h[TILES][2][4];  // made while the row is on its way
+        // While the row is on its way: signs, and where this lane's codes will lie.
+        bool const works = early.tile < TILES;
+        constexpr uint32_t kNowhere = ~0u;
+        uint32_t h[TILES][2][4], target[2][2];
 #pragma unroll
-        for (int q = 0; q < TILES; ++q)
+        for (int mt = 0; mt < 2; ++mt) {
 #pragma unroll
-            for (int mt = 0; mt < 2; ++mt) heads::sign_fragment<T>(h[q][mt], early.word[mt], q);
+            for (int q = 0; q < TILES; ++q) {
+                heads::sign_fragment<T>(h[q][mt], early.word[mt], q);
+#pragma unroll
+                for (uint32_t& word : h[q][mt]) made_by_now(word);
+            }
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                unsigned const head = 16 * (early.tile + mt) + g + 8 * half, k = head * a.head_dim + early.column + 2 * c;
+                target[mt][half] = k / Layout::kChunk * RotatedHeads::template chunk_stride<Layout>() + k % Layout::kChunk;
+                if (head >= a.heads) target[mt][half] = kNowhere;
+                made_by_now(target[mt][half]);
+            }
+        }
         asm volatile("cp.async.wait_all;" ::: "memory");
         __syncthreads();
 
@@ -83,7 +96,7 @@ struct RotatedHeads : MadeChunks {
             float acc[2][4] = {};
             unsigned top = 0;
             if (works) {
-                uint32_t const address = x_shared + (row * TILES * 16 + lane) * pitch + column * 2;
+                uint32_t const address = x_shared + (row * TILES * 16 + lane) * pitch + early.column * 2;
 #pragma unroll
                 for (int q = 0; q < TILES; q += 2) {
                     uint32_t b[4];
@@ -99,22 +112,21 @@ struct RotatedHeads : MadeChunks {
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         acc[mt][i] *= a.norm;
-                        if (16 * (tile + mt) + g + 8 * (i / 2) < a.heads) top = max(top, abs_bits(acc[mt][i]));
+                        if (target[mt][i / 2] != kNowhere) top = max(top, abs_bits(acc[mt][i]));
                     }
             }
             RowQuantizer const q =
                 row_quantizer(__uint_as_float(block_max(top, scratch[row % 2])), a.clip_over_qmax, a.bits);
             if (threadIdx.x == 0) token_scale[row] = q.scale;
+            char* const codes = tiles + row * RotatedHeads::template row_stride<Layout, WARPS>();
 #pragma unroll
             for (int mt = 0; mt < 2; ++mt)
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
-                    int const head = 16 * (tile + mt) + g + 8 * half, k = head * a.head_dim + column + 2 * c;
                     unsigned const pair = __byte_perm(code_bits(acc[mt][2 * half], q),
                                                       code_bits(acc[mt][2 * half + 1], q), 0x0040);
-                    char* const place = tiles + k / Layout::kChunk * RotatedHeads::template chunk_stride<Layout>() +
-                                        row * RotatedHeads::template row_stride<Layout, WARPS>() + k % Layout::kChunk;
-                    if (works && head < a.heads) *reinterpret_cast<uint16_t*>(place) = uint16_t(pair);
+                    if (target[mt][half] != kNowhere)
+                        *reinterpret_cast<uint16_t*>(codes + target[mt][half]) = uint16_t(pair);
                 }
         }
         __syncthreads();

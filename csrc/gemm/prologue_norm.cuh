@@ -11,9 +11,11 @@
 
 namespace quarot::skinny {
 
-/// ROWS: rows whose loads are in flight together. T: __half or __nv_bfloat16.
+/// ROWS: rows whose loads are in flight together; with 1 there is no other row. T: __half or __nv_bfloat16.
 template <typename T, int ROWS>
 struct NormRows : MadeChunks {
+    static constexpr bool kOneRow = ROWS == 1;
+    using Output = T;
     struct Arguments {
         T const* x;         ///< [m, k], 16-byte aligned rows
         T const* residual;  ///< alike, or null

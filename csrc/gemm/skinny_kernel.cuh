@@ -2,6 +2,7 @@
 // sums and the activations passes through shared memory. See NOTES.md for the design and the measurements.
 #pragma once
 
+#include "device/vec8.cuh"
 #include "gemm/skinny.h"
 #include "gemm/weight_ring.cuh"
 
@@ -26,6 +27,9 @@ __device__ __forceinline__ void let_next_kernel_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+/// Keeps the compiler from making it later.
+__device__ __forceinline__ void made_by_now(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 __device__ __forceinline__ void copy_16_bytes(uint32_t shared_address, void const* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
@@ -163,13 +167,6 @@ struct Int8Rows {
     static __device__ int activation_row(int lane) { return lane / 4; }
 };
 
-/// Sum of two 16-bit numbers, the first of them `value` rounded: what a kernel that adds afterwards gets.
-__device__ __forceinline__ float add_rounded(float value, unsigned short other, OutputType type) {
-    if (type == OutputType::kFloat16)
-        return __fadd_rn(__half2float(__float2half_rn(value)), __half2float(__ushort_as_half(other)));
-    return __fadd_rn(__bfloat162float(__float2bfloat16_rn(value)), __bfloat162float(__ushort_as_bfloat16(other)));
-}
-
 __device__ __forceinline__ void store(void* out, size_t index, float value, OutputType type) {
     if (type == OutputType::kFloat16)
         static_cast<__half*>(out)[index] = __float2half_rn(value);
@@ -198,7 +195,9 @@ constexpr bool kBulkCopies = false;
 /// r * row_stride, its unit u unit_offset(u) bytes further on. code_bytes: of shared memory for so many rows.
 struct StoredCodes {
     static constexpr bool kMade = false, kOneChunk = false;
-    static constexpr bool kAdds = false;  // the problem's residual to the output
+    static constexpr bool kOneRow = false;  // compiled for m = 1
+    static constexpr bool kAdds = false;    // the problem's residual to the output
+    using Output = float;                   // of a made input: the type of the output; else the problem says it
     struct Arguments {};
     struct Early {};  // what a made input reads ahead of the wait: constants only
     template <class Layout, int WARPS>
@@ -222,17 +221,43 @@ struct MadeChunks : StoredCodes {
 };
 
 /// Shared memory of a block, in bytes; the host asks for total(), the kernel lays it out in this order.
-template <class Weights, int TOKEN_TILES, int UNITS>
+template <class Weights, class Input, int TOKEN_TILES, int UNITS>
 struct SharedLayout {
     static constexpr int kTokens = TOKEN_TILES * 8;
     static constexpr int kChunk = UNITS * kUnit;
     static constexpr int kRowBytes = Weights::kRowPad(kChunk);
     // A warp's activations: kTokens rows of one chunk. 16: tiles side by side begin in different banks.
     static constexpr int kTileBytes = kTokens * kRowBytes + 16;
-    __host__ __device__ static constexpr int sums(int strips) { return strips * kTokens * kAccStride * 4; }
+    static constexpr int kStripSums = (Input::kOneRow ? 1 : kTokens) * kAccStride;  // int32 words
+    __host__ __device__ static constexpr int sums(int strips) { return strips * kStripSums * 4; }
     __host__ __device__ static constexpr int total(int code_bytes, int strips) {
         int const floats = 2 * strips * 16 + kTokens;  // channel scales, biases, token scales
         return (code_bytes + sums(strips) + floats * 4 + 127) / 128 * 128;
+    }
+};
+
+/// Of one row: what becomes of the sum of a channel, in registers long before the sum is there. A channel at or past the
+/// problem's n is none.
+template <typename T>
+struct OneOutput {
+    int n;
+    float scale = 0.0f, bias = -0.0f;  // adding -0 changes nothing
+    T added = T(-0.0f);
+
+    /// Constants, which may be read ahead of the wait.
+    __device__ __forceinline__ OneOutput(SkinnyProblem const& p, int n) : n(n) {
+        if (n >= p.n) return;
+        scale = p.weight_scale[n];
+        if (p.bias != nullptr) bias = p.bias[n];
+    }
+    __device__ __forceinline__ void load_residual(SkinnyProblem const& p) {
+        if (p.residual != nullptr && n < p.n) added = static_cast<T const*>(p.residual)[n];
+    }
+    /// The residual is added to the rounded output, as a kernel that adds afterwards would.
+    __device__ __forceinline__ void store(SkinnyProblem const& p, float sum, float token_scale) const {
+        if (n >= p.n) return;
+        T const value = static_cast<T>(__fadd_rn(__fmul_rn(__fmul_rn(sum, token_scale), scale), bias));
+        static_cast<T*>(p.out)[n] = static_cast<T>(__fadd_rn(to_float(value), to_float(added)));
     }
 };
 
@@ -241,14 +266,17 @@ struct SharedLayout {
 /// A warp takes every WARPS-th chunk of K. It copies the chunk's activations to its own corner of shared memory (or the
 /// block makes them there: Input), turns them into register fragments once, and streams the chunk's weights of all
 /// strips past them: no block-wide barrier until the end.
+///
+/// With a made input, most instructions run once, and each line of them comes from L2 (NOTES.md): so no more of them than it
+/// takes, above all between the wait and the last store.
 template <class Weights, class Input, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
 __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     skinny_kernel(SkinnyProblem const p, typename Input::Arguments const input, Geometry const g) {
-    using Layout = SharedLayout<Weights, TOKEN_TILES, UNITS>;
+    using Layout = SharedLayout<Weights, Input, TOKEN_TILES, UNITS>;
     constexpr int kTokens = Layout::kTokens, kThreads = WARPS * 32;
     extern __shared__ __align__(128) char shared[];
-    int const code_bytes = Input::template code_bytes<Layout, WARPS>(p.m);
-    int* const acc = reinterpret_cast<int*>(shared + code_bytes);  // [strips_max][kTokens][kAccStride]
+    int const code_bytes = Input::template code_bytes<Layout, WARPS>(Input::kOneRow ? 1 : p.m);
+    int* const acc = reinterpret_cast<int*>(shared + code_bytes);  // [strips_max][kTokens, or 1][kAccStride]
     float* const channel_scale = reinterpret_cast<float*>(shared + code_bytes + Layout::sums(g.strips_max));
     float* const channel_bias = channel_scale + g.strips_max * 16;
     float* const token_scale = channel_bias + g.strips_max * 16;
@@ -258,8 +286,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     int const strip_begin = owner * g.strips_each + min(owner, g.strips_over);
     int const strip_count = g.strips_each + (owner < g.strips_over);
     int unit = warp * UNITS;  // this warp's next chunk
-    int const token_begin = blockIdx.y * kTokens;
-    int const tokens = min(kTokens, p.m - token_begin);
+    int const token_begin = Input::kOneRow ? 0 : blockIdx.y * kTokens;
+    int const tokens = Input::kOneRow ? 1 : min(kTokens, p.m - token_begin);
 
     constexpr bool kRing = Input::kMade && kBulkCopies;
     uint32_t w[UNITS][Weights::kRegisters];
@@ -281,19 +309,20 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         for (int u = 0; u < UNITS; ++u) Weights::load(w[u], item, u, item_atoms, item_row8);
     }
     uint32_t const first_tile = uint32_t(__cvta_generic_to_shared(shared));
-    std::conditional_t<kRing, WeightRing<Weights, UNITS, WARPS>, NoRing> ring(
-        first_tile + g.ring, g.ring_slots, p, strip_begin, strip_count, g.units, {0, unit});
+    std::conditional_t<kRing, WeightRing<Weights, UNITS, WARPS>, NoRing> ring(first_tile + g.ring, g.ring_slots, p,
+                                                                              strip_begin, strip_count, g.units);
 
     int const width = strip_count * 16;
-    constexpr int kUnroll = Input::kMade ? 1 : 4;  // what runs once waits for its instructions
+    constexpr int kUnroll = Input::kMade ? 1 : 4;
 #pragma unroll kUnroll
-    for (int i = threadIdx.x; i < g.strips_max * kTokens * kAccStride; i += kThreads) acc[i] = 0;
-#pragma unroll kUnroll
-    for (int i = threadIdx.x; i < width && strip_begin * 16 + i < p.n;
-         i += kThreads) {  // so that the epilogue need not wait for them
-        copy_4_bytes(channel_scale + i, p.weight_scale + strip_begin * 16 + i);
-        if (p.bias != nullptr) copy_4_bytes(channel_bias + i, p.bias + strip_begin * 16 + i);
-    }
+    for (int i = threadIdx.x; i < g.strips_max * Layout::kStripSums; i += kThreads) acc[i] = 0;
+    using Output = OneOutput<typename Input::Output>;
+    [[maybe_unused]] Output output(p, Input::kOneRow && threadIdx.x < width ? strip_begin * 16 + threadIdx.x : p.n);
+    if constexpr (!Input::kOneRow)  // early, so that the epilogue need not wait for them
+        for (int i = threadIdx.x; i < width && strip_begin * 16 + i < p.n; i += kThreads) {
+            copy_4_bytes(channel_scale + i, p.weight_scale + strip_begin * 16 + i);
+            if (p.bias != nullptr) copy_4_bytes(channel_bias + i, p.bias + strip_begin * 16 + i);
+        }
     char* const input_shared = shared + Layout::total(code_bytes, g.strips_max);
     typename Input::Early early;
     if constexpr (Input::kMade) early = Input::template begin<WARPS>(input, tokens, input_shared);
@@ -301,19 +330,12 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 
     wait_for_previous_kernel();
     let_next_kernel_start();
-    auto residual_of = [&](int i) {
-        int const token = i / width, n = strip_begin * 16 + i - token * width;
-        return n < p.n ? static_cast<unsigned short const*>(p.residual)[token * p.residual_stride + n] : (unsigned short)0;
-    };
-    // Of this thread's first output, so that the epilogue need not wait for it.
-    unsigned short added = 0;
-    if (Input::kAdds && p.residual != nullptr && threadIdx.x < width * tokens) added = residual_of(threadIdx.x);
+    if constexpr (Input::kOneRow && Input::kAdds) output.load_residual(p);
     uint32_t const tile = first_tile + warp * Layout::kTileBytes;
     if constexpr (Input::kMade)
         Input::template make<Layout, WARPS>(input, early, tokens, shared, token_scale, input_shared);
     else if (threadIdx.x < tokens)
         copy_4_bytes(token_scale + threadIdx.x, p.row_scale + token_begin + threadIdx.x);
-    if constexpr (kRing) ring.fill_last();
 
     char const* const codes = static_cast<char const*>(p.codes) + size_t(token_begin) * p.k;
     auto fetch = [&](int first_unit) {  // the chunk's activations, 16 bytes a lane
@@ -344,15 +366,18 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         int const next_unit = unit + WARPS * UNITS;
         if (!Input::kMade && next_unit < g.units) fetch(next_unit);  // the copies land while this chunk is multiplied
 
+#pragma unroll 1
         for (int strip = 0; strip < strip_count; ++strip) {
             if constexpr (kRing) {
-                if (strip > 0 || unit >= WARPS * UNITS) ring.take(w, p.k / 32 - 2 * unit);  // else the first item
+                bool const first = strip == 0 && unit < WARPS * UNITS;  // is in the registers already
+                ring.next(w, first, p.k / 32 - 2 * unit);
             } else if (strip + 1 < strip_count) {
                 aim(strip + 1, unit);
             } else {
                 aim(0, next_unit);
             }
-            int c[TOKEN_TILES][4] = {};
+            constexpr int kChains = Input::kOneRow ? 2 : 1;  // products that do not wait for one another
+            int c[kChains][TOKEN_TILES][4] = {};
 #pragma unroll
             for (int u = 0; u < UNITS; ++u) {
                 uint32_t a[2][4];
@@ -361,18 +386,26 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 if (!kRing) Weights::load(w[u], item, u, item_atoms, item_row8);
 #pragma unroll
                 for (int t = 0; t < TOKEN_TILES; ++t) {
-                    mma(c[t], a[0], b[t][u][0], b[t][u][1]);
-                    mma(c[t], a[1], b[t][u][2], b[t][u][3]);
+                    mma(c[0][t], a[0], b[t][u][0], b[t][u][1]);
+                    mma(c[kChains - 1][t], a[1], b[t][u][2], b[t][u][3]);
                 }
             }
-            int* const sum = acc + strip * kTokens * kAccStride + (lane % 4) * 2 * kAccStride + lane / 4;
+            // Integers: the order of these adds cannot change the result.
+            if constexpr (Input::kOneRow) {
+                int* const sum = acc + strip * Layout::kStripSums + lane / 4;
+                if (lane % 4 != 0) continue;  // other tokens
+                atomicAdd(sum, c[0][0][0] + c[1][0][0]);
+                atomicAdd(sum + 8, c[0][0][2] + c[1][0][2]);
+            } else {
+                int* const sum = acc + strip * Layout::kStripSums + (lane % 4) * 2 * kAccStride + lane / 4;
 #pragma unroll
-            for (int t = 0; t < TOKEN_TILES; ++t) {  // integers: the order of these adds cannot change the result
-                if (t * 8 >= tokens) break;
-                atomicAdd(sum + t * 8 * kAccStride, c[t][0]);
-                atomicAdd(sum + (t * 8 + 1) * kAccStride, c[t][1]);
-                atomicAdd(sum + t * 8 * kAccStride + 8, c[t][2]);
-                atomicAdd(sum + (t * 8 + 1) * kAccStride + 8, c[t][3]);
+                for (int t = 0; t < TOKEN_TILES; ++t) {
+                    if (t * 8 >= tokens) break;
+                    atomicAdd(sum + t * 8 * kAccStride, c[0][t][0]);
+                    atomicAdd(sum + (t * 8 + 1) * kAccStride, c[0][t][1]);
+                    atomicAdd(sum + t * 8 * kAccStride + 8, c[0][t][2]);
+                    atomicAdd(sum + (t * 8 + 1) * kAccStride + 8, c[0][t][3]);
+                }
             }
         }
         unit = next_unit;
@@ -380,16 +413,29 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 
     asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    for (int i = threadIdx.x; i < width * tokens; i += kThreads) {
-        int const token = i / width, row = i - token * width;
-        int const n = strip_begin * 16 + row;
-        int const sum = acc[((row / 16) * kTokens + token) * kAccStride + row % 16];
-        if (n < p.n) {
-            float value = __fmul_rn(__fmul_rn(__fmul_rn(float(sum), Weights::kMultiplier), token_scale[token]),
-                                    channel_scale[row]);
+    auto sum_of = [&](int token, int row) {
+        return __fmul_rn(float(acc[row / 16 * Layout::kStripSums + token * kAccStride + row % 16]), Weights::kMultiplier);
+    };
+    if constexpr (Input::kOneRow) {
+        output.store(p, sum_of(0, threadIdx.x), token_scale[0]);
+#pragma unroll 1
+        for (int row = threadIdx.x + kThreads; row < width; row += kThreads) {
+            Output more(p, strip_begin * 16 + row);
+            if constexpr (Input::kAdds) more.load_residual(p);
+            more.store(p, sum_of(0, row), token_scale[0]);
+        }
+    } else {
+        for (int i = threadIdx.x; i < width * tokens; i += kThreads) {
+            int const token = i / width, row = i - token * width, n = strip_begin * 16 + row;
+            if (n >= p.n) continue;
+            float value = __fmul_rn(__fmul_rn(sum_of(token, row), token_scale[token]), channel_scale[row]);
             if (p.bias != nullptr) value = __fadd_rn(value, channel_bias[row]);
-            if (Input::kAdds && p.residual != nullptr)
-                value = add_rounded(value, i < kThreads ? added : residual_of(i), p.type);
+            if constexpr (Input::kAdds)
+                if (p.residual != nullptr) {
+                    using T = typename Input::Output;
+                    T const other = static_cast<T const*>(p.residual)[token * p.residual_stride + n];
+                    value = __fadd_rn(to_float(static_cast<T>(value)), to_float(other));
+                }
             store(p.out, size_t(token_begin + token) * p.ldd + n, value, p.type);
         }
     }

@@ -11,7 +11,7 @@ namespace quarot::skinny {
 /// `input_shared`: bytes of shared memory that a made input needs beside its codes.
 template <class Weights, class Input, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
 cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, int input_shared) {
-    using Layout = SharedLayout<Weights, TOKEN_TILES, UNITS>;
+    using Layout = SharedLayout<Weights, Input, TOKEN_TILES, UNITS>;
     Device const& device = current_device();
     Geometry g;
     g.units = (p.k + kUnit - 1) / kUnit;
@@ -29,7 +29,7 @@ cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, 
     g.strips_max = (strips + blocks - 1) / blocks;
     g.strips_each = strips / blocks, g.strips_over = strips % blocks;
     dim3 const grid(blocks, (p.m + Layout::kTokens - 1) / Layout::kTokens);
-    if (Input::kMade && grid.y > 1) return cudaErrorInvalidValue;
+    if ((Input::kMade && grid.y > 1) || (Input::kOneRow && p.m != 1)) return cudaErrorInvalidValue;
     if (!Input::kAdds && p.residual != nullptr) return cudaErrorInvalidValue;
     if (Input::kOneChunk && g.units > WARPS * UNITS) return cudaErrorInvalidValue;
     int const used = (Layout::total(code_bytes, g.strips_max) + input_shared + 127) / 128 * 128;
@@ -38,7 +38,7 @@ cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, 
     if (ring && g.ring_slots < 1) return cudaErrorInvalidValue;
     int shared = used + Ring::bytes(g.ring_slots);
     // One block an SM, whatever its registers: where two fit, the first SMs to be free take two, and others none.
-    if (Input::kMade) shared = std::max(shared, device.shared_per_multiprocessor / 2 - 1024);
+    if (Input::kMade) shared = std::max(shared, device.shared_per_multiprocessor / 2);
     return launch(skinny_kernel<Weights, Input, TOKEN_TILES, UNITS, WARPS, BLOCKS>, grid, WARPS * 32, shared, p.stream, p,
                   input, g);
 }

@@ -20,7 +20,8 @@ namespace quarot::skinny {
 /// MP: m padded to a multiple of 16, at most 192. Element: __half or __nv_bfloat16.
 template <typename Element, int MP>
 struct RotatedSilu {
-    static constexpr bool kMade = true, kOneChunk = false, kAdds = true;
+    static constexpr bool kMade = true, kOneChunk = false, kOneRow = true, kAdds = true;
+    using Output = Element;
     static constexpr int kSteps = MP / 16, kTile = 512, kTiles = (MP + 7) / 8;  // tiles of 8 rows of X
     static constexpr int kOutputs = 48;                                        // m of one warpgroup
     struct Arguments {
