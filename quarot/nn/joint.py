@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -28,12 +29,23 @@ def joined(members: Sequence[QuantLinear]) -> Joint:
     joint: Joint | None = members[0].joint
     if torch.compiler.is_compiling() and joint is not None:  # it sees no addresses
         return joint
-    if joint is None or any(m.joint is not joint for m in members) or joint.addresses != _addresses(members):
-        joint = Joint(*_join(members), _addresses(members))
-        for m in members:
-            m.joint = joint
-        QuantLinear.moves += 1
+    if not _fits(joint, members):
+        with _one_at_a_time:
+            joint = members[0].joint
+            if not _fits(joint, members):
+                joint = Joint(*_join(members), _addresses(members))
+                for m in members:
+                    m.joint = joint
+                QuantLinear.moves += 1
+    assert joint is not None
     return joint
+
+
+_one_at_a_time = threading.Lock()
+
+
+def _fits(joint: Joint | None, members: Sequence[QuantLinear]) -> bool:
+    return joint is not None and all(m.joint is joint for m in members) and joint.addresses == _addresses(members)
 
 
 def _addresses(members: Sequence[QuantLinear]) -> tuple[int, ...]:
@@ -52,6 +64,9 @@ def _join(members: Sequence[QuantLinear]) -> tuple[torch.Tensor, torch.Tensor, t
     if any(m.bias is not None for m in members):
         kind = next(m.bias for m in members if m.bias is not None)
         bias = torch.cat([kind.new_zeros(m.out_features) if m.bias is None else m.bias.data for m in members])
+    if qweight.is_cuda and not torch.cuda.is_current_stream_capturing():
+        # Other threads, on other streams, are to find the layers as they were or all there.
+        torch.cuda.current_stream(qweight.device).synchronize()
     strip = row = 0
     for m in members:
         m.qweight.data = qweight[strip : strip + m.qweight.shape[0]]

@@ -51,7 +51,7 @@ def with_preset(config: QuarotConfig | None, name: str | None, fields: Mapping[s
     if not (config is None or isinstance(config, QuarotConfig)):
         raise TypeError(f"config must be a QuarotConfig, not {config!r}; QuarotConfig.from_dict makes one of a dict")
     config = config or QuarotConfig()
-    if name is not None and name not in PRESETS:
+    if name is not None and name not in list(PRESETS):  # not hashed: it may be anything
         raise ValueError(f"preset={name!r} is not known; choose from {list(PRESETS)}")
     chosen = dict(PRESETS.get(name or "", {}))
     bits = fields.get("a_bits", config.a_bits)

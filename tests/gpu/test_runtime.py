@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -59,6 +60,28 @@ def test_recorded_steps_equal_eager_ones(model, rows, monkeypatch):
     recorded = greedy(model, ids, 40)
     monkeypatch.setenv("QUAROT_CUDA_GRAPHS", "0")
     assert torch.equal(recorded, greedy(model, ids, 40))
+
+
+@torch.no_grad()
+def test_weights_are_joined_before_another_stream_reads_them(model):
+    ids = prompt(1, 20)
+    expected, side = copy.deepcopy(model)(ids).logits, torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        model.model.quarot_fused.join()
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_a_hook_behind_the_layers_is_called_for_every_token(model):
+    ids, seen = prompt(1, 20), []
+    expected = greedy(model, ids, 10)
+    handle = model.model.norm.register_forward_hook(lambda *_: seen.append(1))
+    assert torch.equal(greedy(model, ids, 10), expected)
+    assert len(seen) == 10
+    handle.remove()
+    assert torch.equal(greedy(model, ids, 10), expected)
+    assert len(seen) == 10
 
 
 def test_own_loop_equals_transformers(model):

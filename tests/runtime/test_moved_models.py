@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 import quarot
-from quarot.nn import hooks
+from quarot.nn import hooks, joint
 from quarot.runtime import fused_decoder
 from quarot.runtime.decode_graph import addresses
 
@@ -81,6 +83,17 @@ def test_an_exchanged_scale_or_bias_is_noticed(model, token_ids, name, what):
     assert not torch.equal(found, logits)
     quarot.runtime.fused_decoder.uninstall(model)
     assert (found - model(token_ids).logits).norm() <= 2e-3 * found.norm()
+
+
+def test_threads_join_once(model, monkeypatch):
+    group, joins, join = model.model.quarot_fused.layers[0].qkv, [], joint._join
+    for member in group.members:
+        member._moved()
+    monkeypatch.setattr(joint, "_join", lambda members: joins.append(time.sleep(0.05)) or join(members))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: group.tensors()[0], range(4)))
+    assert len(joins) == 1
+    assert all(tensor is found[0] for tensor in found)
 
 
 def test_joined_biases_follow_a_cast(model):
