@@ -15,6 +15,7 @@ from quarot.nn.hooks import HookWatch
 from quarot.nn.page_table import slots_of
 from quarot.ops.add_rms_norm import add_rms_norm
 from quarot.ops.begin_step import begin_step
+from quarot.runtime.gains import Gains
 
 
 class Boundary:
@@ -27,14 +28,14 @@ class Boundary:
         eps: of the final norm.
 
     Attributes:
+        gain: says whether the final norm's is 1.
         watch: says whether one of them has a hook, which a recorded step would not call.
     """
 
     def __init__(self, embed: nn.Module, rotary: Any, final_norm: nn.Module, eps: float) -> None:
         self.embed, self.rotary, self.final_norm, self.eps = embed, rotary, final_norm, eps
         self.watch = HookWatch([embed, rotary, final_norm])
-        gain: Any = getattr(final_norm, "weight", None)
-        self._no_gain = gain is None or (not gain.is_meta and bool((gain == 1).all()))
+        self.gain = Gains([final_norm])
 
     def begin(
         self, ids: Tensor, before: Tensor, positions: Tensor, table: Tensor, page_size: int, advance: bool
@@ -55,7 +56,7 @@ class Boundary:
 
     def finish(self, residual: Tensor, delta: Tensor | None) -> Tensor:
         """The final norm of ``residual + delta`` [M, hidden]."""
-        if self._no_gain and self.watch.find() is None:
+        if self.gain.are_ones() and self.watch.find() is None:
             return add_rms_norm(residual, None, self.eps) if delta is None else add_rms_norm(delta, residual, self.eps)
         return self.final_norm(residual if delta is None else residual + delta)
 

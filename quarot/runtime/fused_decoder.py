@@ -30,7 +30,9 @@ from quarot.nn.quant_linear import QuantLinear
 from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
 from quarot.runtime.decode_step import DecodeStep
+from quarot.runtime.fused_experts import FusedExperts
 from quarot.runtime.fused_layer import FusedLayer, norm_eps
+from quarot.runtime.gains import Gains
 from quarot.runtime.linear_group import LinearGroup
 
 logger = logging.getLogger("quarot")
@@ -138,12 +140,13 @@ class FusedDecoder:
         self.output = BaseModelOutputWithPast if architecture.experts is None else MoeModelOutputWithPast
         self.session: Any = None  # of quarot.runtime.generate
         self._experts: _Look | None = None
+        self.gains = Gains(norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm))
         self.watch = HookWatch(module for layer in layers for module in layer.modules())
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, of the model starts without the recorded graphs, which belong to this one's memory."""
         state = vars(self) | {"session": None, "_experts": None}
-        for name in ("_parameters", "_of_experts", "_biased"):
+        for name in ("_parameters", "_of_experts", "_biased", "_others"):
             state.pop(name, None)
         return state
 
@@ -164,6 +167,12 @@ class FusedDecoder:
     @functools.cached_property
     def _biased(self) -> list[dict[str, Tensor]]:
         return [parameters for parameters in self._parameters if parameters.get("bias") is not None]
+
+    @functools.cached_property
+    def _others(self) -> list[dict[str, Tensor | None]]:
+        """Parameters and buffers of every other module: embedding, rotary tables, norms, routers."""
+        modules = (module for module in self.decoder.modules() if not isinstance(module, QuantLinear))
+        return [tensors for m in modules for tensors in (m._parameters, m._buffers) if tensors]
 
     def _groups(self) -> Iterator[LinearGroup | ExpertStack]:
         return (group for layer in self.layers for group in layer.groups())
@@ -186,6 +195,8 @@ class FusedDecoder:
         hooked = self.watch.find()
         if hooked is not None:
             return f"{type(hooked).__name__} has a hook"
+        if not self.gains.are_ones():
+            return "an RMSNorm gain is no longer 1"
         devices = _devices(self._parameters) | self._look_at_experts().devices
         if devices != {self.embed.weight.device}:
             return "the layers are on several devices"
@@ -233,7 +244,8 @@ class FusedDecoder:
             group.tensors()
 
     def addresses(self) -> tuple[Any, ...]:
-        """Changes whenever the model is moved or cast: what was recorded, or allocated for it, no longer fits then.
+        """Changes whenever the model is moved, cast or given other tensors, or another number of experts a token: what
+        was recorded, or allocated for it, no longer fits then.
 
         Thousands of experts are looked at only when a layer was moved or a parameter assigned since, and with every
         prompt. So one ``parameter.data = ..`` of an expert between two tokens counts from the next prompt on; writing
@@ -241,8 +253,11 @@ class FusedDecoder:
         """
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
         biases = map(Tensor.data_ptr, map(itemgetter("bias"), self._biased))
+        others = [tensor.data_ptr() for some in self._others for tensor in some.values() if tensor is not None]
+        routing = [layer.mlp.routing() for layer in self.layers if isinstance(layer.mlp, FusedExperts)]
         experts = self._look_at_experts().addresses
-        return weight.dtype, weight.device, weight.data_ptr(), *_addresses(self._parameters), *biases, experts
+        kind = weight.dtype, weight.device, self.boundary.gain.are_ones()
+        return *kind, *_addresses(self._parameters), *biases, *others, *routing, experts
 
     def _look_at_experts(self) -> _Look:
         if self._experts is None or self._experts.moves != QuantLinear.moves:

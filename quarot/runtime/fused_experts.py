@@ -36,9 +36,12 @@ class FusedExperts:
         if others:
             raise NotImplementedError(f"{type(block).__name__} has {', '.join(others)} beside its experts")
         self.experts, self.router = experts, router
-        self.top_k = int(router.top_k)  # type: ignore[arg-type]
-        self.normalize = bool(getattr(router, "norm_topk_prob", True))
         self.float32_weights = place.float32_weights
+
+    def routing(self) -> tuple[int, bool]:
+        """How many experts a token goes to, and whether their weights are divided by their sum; looked up each time, as
+        the router itself does."""
+        return int(self.router.top_k), bool(getattr(self.router, "norm_topk_prob", True))  # type: ignore[arg-type]
 
     def groups(self) -> tuple[ExpertStack, ...]:
         """Its joined linear layers."""
@@ -49,7 +52,7 @@ class FusedExperts:
         normed = add_rms_norm(x, residual, eps)
         logits = nn.functional.linear(normed, self.router.weight)  # type: ignore[arg-type]
         kind = torch.float32 if self.float32_weights else logits.dtype
-        share, index = expert_route(logits, self.top_k, self.normalize, kind)
+        share, index = expert_route(logits, *self.routing(), kind)
         first = self.experts.gate_up[0]
         packed = self.experts.packs(x, index)
         codes, scale, total = add_rms_norm_quantize(x, residual, eps, first.a_bits, first.a_clip, packed)

@@ -129,7 +129,7 @@ class Session:
     def __init__(self, model: Any, fused: FusedDecoder, batch: int, length: int) -> None:
         self.model, self.fused, self.batch, self.length = model, fused, batch, length
         fused.join()
-        self.weights = fused.addresses()
+        self.weights = _weights(model, fused)
         self.cache = QuantKVCache(model.config, max_batch=batch, max_length=length)
         self.generator = torch.Generator(model.get_input_embeddings().weight.device)
         self.graphs: dict[tuple[Sampling, bool], DecodeGraph] = {}
@@ -220,12 +220,17 @@ class Session:
         return graph
 
 
+def _weights(model: Any, fused: FusedDecoder) -> tuple[Any, ...]:
+    """Where the weights are that a step reads, those of the head included."""
+    return *fused.addresses(), *(parameter.data_ptr() for parameter in model.get_output_embeddings().parameters())
+
+
 def _session(model: Any, fused: FusedDecoder, batch: int, length: int) -> Session:
     """The session of the last call where it fits, else a new one (only one is kept, so memory is bounded)."""
     rounded = -(-length // _ROUND_LENGTH) * _ROUND_LENGTH
     session: Session | None = fused.session
     fits = session is not None and session.model is model and session.batch == batch
-    stays = session is not None and session.weights == fused.addresses()  # else moved, or of another dtype
+    stays = session is not None and session.weights == _weights(model, fused)  # else moved, or of another dtype
     if session is None or not (fits and stays) or not length <= session.length <= 2 * rounded:
         fused.session = None
         session = fused.session = Session(model, fused, batch, rounded)

@@ -96,6 +96,55 @@ def test_threads_join_once(model, monkeypatch):
     assert all(tensor is found[0] for tensor in found)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name",
+    ["model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate.weight", "model.rotary_emb.inv_freq",
+     "model.layers.1.self_attn.q_norm.weight", "lm_head.weight", "model.layers.0.mlp.gate.top_k"],
+)  # fmt: skip
+def test_whatever_a_recorded_step_reads_is_noticed(tiny_model, token_ids, name):
+    model = tiny_model("qwen3_moe")
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", progress=False)
+    tokens = quarot.generate(model, token_ids, max_new_tokens=4, eos_token_id=())
+    fused = model.model.quarot_fused
+    session, known = fused.session, addresses(fused, fused.session.cache)
+    assert known == addresses(fused, session.cache)
+    module, _, last = name.rpartition(".")
+    if last == "top_k":
+        model.get_submodule(module).top_k = 1
+    else:
+        tensor = getattr(model.get_submodule(module), last)
+        tensor.data = 1.5 * tensor.data
+    assert (addresses(fused, session.cache) != known) == (name != "lm_head.weight")
+    logits = model(token_ids).logits
+    again = quarot.generate(model, token_ids, max_new_tokens=4, eos_token_id=())
+    assert fused.session is not session
+    fused_decoder.uninstall(model)
+    assert (model(token_ids).logits - logits).norm() <= 2e-3 * logits.norm()
+    assert again.shape == tokens.shape
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("place", ["norm", "layers.0.input_layernorm", "layers.1.post_attention_layernorm"])
+@pytest.mark.parametrize("how", ["written", "replaced", "cast"])
+def test_gains_that_are_one_no_longer_count(model, token_ids, place, how):
+    gain = model.model.get_submodule(place)
+    before = model(token_ids).logits
+    if how == "written":
+        gain.weight.mul_(1.5)
+    elif how == "replaced":
+        gain.weight = nn.Parameter(1.5 * gain.weight)
+    else:
+        model.to(torch.float64).to(torch.float32)
+        gain.weight.data = 1.5 * gain.weight.data
+    found = model(token_ids).logits
+    fused_decoder.uninstall(model)
+    expected = model(token_ids).logits
+    assert (found - expected).norm() <= 2e-3 * expected.norm()
+    assert (found - before).norm() > 1e-2 * expected.norm()
+
+
 def test_joined_biases_follow_a_cast(model):
     group = model.model.quarot_fused.layers[0].qkv
     assert group.tensors()[2].dtype == torch.float32
