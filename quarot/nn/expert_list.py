@@ -58,6 +58,7 @@ class ExpertList(nn.Module):
         self.act_fn = act_fn
         self.integer = False
         self.stacks: tuple[ExpertStack, ExpertStack] | None = None
+        self._settled: list[nn.Module] = []
         self.watch = HookWatch(())
         self.origin: tuple[nn.Module, ...] = ()
 
@@ -97,10 +98,14 @@ class ExpertList(nn.Module):
             and isinstance(self.act_fn, nn.Module)
             and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
         )
-        self.stacks, self.watch = None, HookWatch(module for _, module, _ in self.linears())
+        self._settled = self._layers()
+        self.stacks, self.watch = None, HookWatch(self._settled)
         if self.obstacle() is None:
             self.stacks = ExpertStack(self.gate_up), ExpertStack(self.down)
         self._join()
+
+    def _layers(self) -> list[nn.Module]:
+        return [*self.gate_up._modules.values(), *self.down._modules.values()]  # type: ignore[list-item]
 
     def obstacle(self) -> str | None:
         """Why a step over these experts has to wait for the host (None when it need not)."""
@@ -135,6 +140,8 @@ class ExpertList(nn.Module):
         """
         if not len(hidden):
             return torch.zeros_like(hidden)
+        if self.integer and self._layers() != self._settled:
+            self.settle()  # an expert was replaced
         if self.integer and self.watch.find() is None:
             return inference_only("ExpertList", lambda x: self._quantized(x, top_k_index, top_k_weights), hidden)
         order, token, parts = self._sorted(top_k_index)

@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
+from quarot.nn.expert_list import ExpertList
 from quarot.nn.expert_stack import ExpertStack
 from quarot.nn.hooks import HookWatch
 from quarot.nn.quant_kv_cache import QuantKVCache
@@ -100,8 +101,13 @@ class _Look(NamedTuple):
     """Where the experts were when there had been so many moves (:attr:`QuantLinear.moves`)."""
 
     moves: int
+    replaced: bool
     devices: set[torch.device]
     addresses: tuple[int, ...]
+
+
+def _modules(places: list[dict[str, nn.Module]]) -> list[nn.Module]:
+    return list(chain.from_iterable(map(dict.values, places)))
 
 
 def _devices(parameters: list[dict[str, Tensor]]) -> set[torch.device]:
@@ -142,6 +148,11 @@ class FusedDecoder:
         self._experts: _Look | None = None
         self.gains = Gains(norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm))
         self.watch = HookWatch(module for layer in layers for module in layer.modules())
+        experts = {id(inner) for m in self.decoder.modules() if isinstance(m, ExpertList) for inner in m.modules()}
+        modules = [module for module in self.decoder.modules() if module._modules]
+        self._places = [module._modules for module in modules if id(module) not in experts]
+        self._places_of_experts = [module._modules for module in modules if id(module) in experts]
+        self._built_of = _modules(self._places), _modules(self._places_of_experts)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, of the model starts without the recorded graphs, which belong to this one's memory."""
@@ -195,9 +206,12 @@ class FusedDecoder:
         hooked = self.watch.find()
         if hooked is not None:
             return f"{type(hooked).__name__} has a hook"
+        look = self._look_at_experts()
+        if look.replaced or _modules(self._places) != self._built_of[0]:
+            return "a module was replaced, added or removed since the model was quantised"
         if not self.gains.are_ones():
             return "an RMSNorm gain is no longer 1"
-        devices = _devices(self._parameters) | self._look_at_experts().devices
+        devices = _devices(self._parameters) | look.devices
         if devices != {self.embed.weight.device}:
             return "the layers are on several devices"
         return None
@@ -261,8 +275,9 @@ class FusedDecoder:
 
     def _look_at_experts(self) -> _Look:
         if self._experts is None or self._experts.moves != QuantLinear.moves:
-            parameters = self._of_experts
-            self._experts = _Look(QuantLinear.moves, _devices(parameters), tuple(_addresses(parameters)))
+            parameters, moves = self._of_experts, QuantLinear.moves
+            replaced = _modules(self._places_of_experts) != self._built_of[1]
+            self._experts = _Look(moves, replaced, _devices(parameters), tuple(_addresses(parameters)))
         return self._experts
 
     def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:

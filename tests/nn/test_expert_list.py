@@ -75,6 +75,21 @@ def test_a_hook_on_an_expert_is_called(tiny_model: Callable[..., Any]) -> None:
     assert calls == [1]
 
 
+def test_a_replaced_expert_counts(tiny_model: Callable[..., Any]) -> None:
+    _, lists = _quantized("mixtral", tiny_model)
+    (experts, other), calls = lists, []
+    assert experts.stacks is not None
+    for index, layer in ((1, other.down[1]), (3, torch.nn.Linear(192, 128))):
+        layer.register_forward_hook(lambda *_: calls.append(1))
+        experts.down[index] = layer
+        experts(*_routed(13, 4, 2))
+        assert calls
+        calls.clear()
+        if experts.integer:
+            assert experts.stacks[1].members[index] is layer
+    assert experts.stacks is None
+
+
 def test_only_experts_with_tokens_run(tiny_model: Callable[..., Any]) -> None:
     _, lists = _quantized("mixtral", tiny_model)
     x, _, share = _routed(5, 4, 2)

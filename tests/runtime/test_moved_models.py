@@ -145,6 +145,40 @@ def test_gains_that_are_one_no_longer_count(model, token_ids, place, how):
     assert (found - before).norm() > 1e-2 * expected.norm()
 
 
+def zero_linear(module):
+    linear = nn.Linear(module.in_features, module.out_features, bias=False)
+    linear.weight.data.zero_()
+    return linear
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("what", ["a projection", "an expert", "a layer", "a norm"])
+def test_whatever_was_replaced_counts(tiny_model, token_ids, what):
+    """An adapter around a layer, a layer kept as it was, a model cut short: the fused path has the old ones."""
+    model = tiny_model("mixtral")
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", progress=False)
+    before, layer = model(token_ids).logits, model.model.layers[1]
+    assert model.model.quarot_fused.obstacle((), {}) is None
+    if what == "a projection":
+        layer.self_attn.v_proj = zero_linear(layer.self_attn.v_proj)
+    elif what == "an expert":
+        layer.mlp.experts.down[0] = zero_linear(layer.mlp.experts.down[0])
+    elif what == "a layer":
+        del model.model.layers[1]
+    else:
+        layer.input_layernorm = nn.RMSNorm(128)
+        layer.input_layernorm.weight.fill_(3)
+    assert "was replaced" in model.model.quarot_fused.obstacle((), {})
+    assert "was replaced" in copy.deepcopy(model).model.quarot_fused.obstacle((), {})
+    found = model(token_ids, use_cache=False).logits
+    assert (found - before).norm() > 1e-3 * before.norm()
+    with pytest.raises(NotImplementedError, match="was replaced"):
+        quarot.generate(model, token_ids)
+    fused_decoder.uninstall(model)
+    assert torch.equal(found, model(token_ids, use_cache=False).logits)
+
+
 def test_joined_biases_follow_a_cast(model):
     group = model.model.quarot_fused.layers[0].qkv
     assert group.tensors()[2].dtype == torch.float32
