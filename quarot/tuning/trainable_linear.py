@@ -18,9 +18,9 @@ class TrainableLinear(nn.Module):
     """The same integers as its source, as differentiable floats.
 
     Attributes:
-        latent: [N, K] fp32, the weight in units of the scale it starts with, so that one learning rate fits all rows;
-            where the weight before rounding is not known, the middle of its code's interval.
-        log_step: [N, G] fp32, logarithm of the scale in the same unit; zero at the start.
+        latent: [N, K] fp32, the weight in units of its scale, so that one learning rate fits all rows; where the weight
+            before rounding is not known, the middle of its code's interval.
+        log_step: [N, G] fp32, logarithm of the scale in units of the one it starts with.
         clip: scalar, the activation clip ratio; layers that share an input share this parameter.
         shared: quantises the input.
     """
@@ -52,8 +52,12 @@ class TrainableLinear(nn.Module):
         """fp32 [N, K] with gradients."""
         if self.latent is None:
             return self.source.qweight
-        values = quantize_weights(self.latent, self.log_step.exp(), self.zero, self.source.w_bits)
-        return (values.unflatten(-1, (self.scale.shape[1], -1)) * self.scale[..., None]).flatten(-2)
+        # Latents move with the scale, so that its gradient is exact. With latents that stay it is that of a learned step
+        # size, which drifts: inside its interval a latent is where the gradient has moved it, the two agree in sign, and
+        # training shrinks every scale.
+        codes = quantize_weights(self.latent, torch.ones_like(self.scale), self.zero, self.source.w_bits)
+        scale = self.scale * self.log_step.exp()
+        return (codes.unflatten(-1, (scale.shape[1], -1)) * scale[..., None]).flatten(-2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""
@@ -64,9 +68,9 @@ class TrainableLinear(nn.Module):
     def position(self) -> torch.Tensor:
         """The weight in units of its scale, zeros included, fp32 [N, K]: what :meth:`finish` rounds and clamps."""
         assert self.latent is not None
-        step = self.log_step.exp()
-        position = self.latent.unflatten(-1, (step.shape[1], -1)) / step[..., None]
-        return (position if self.zero is None else position + self.zero[..., None]).flatten(-2)
+        if self.zero is None:
+            return self.latent.detach()
+        return (self.latent.unflatten(-1, (self.scale.shape[1], -1)) + self.zero[..., None]).flatten(-2)
 
     @torch.no_grad()
     def finish(self) -> QuantLinear:
@@ -75,7 +79,7 @@ class TrainableLinear(nn.Module):
         source.a_clip = round(float(self.clip.detach().clamp(0.05, 1.0)), 6)
         if self.latent is not None:
             # Zeros are integers, so that this rounds as in training: rint(x) + zero = rint(x + zero), but for ties.
-            codes = self.position().round_().clamp_(-self._half, self._half - 1).to(torch.int8)
+            codes = self.position().round().clamp_(-self._half, self._half - 1).to(torch.int8)
             source.qweight.data = store(codes, source.w_bits)
             scale = self.scale * self.log_step.exp()
             source.weight_scale.data = scale.reshape(source.weight_scale.shape).contiguous()

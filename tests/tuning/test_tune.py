@@ -61,6 +61,24 @@ def test_what_is_trained_is_what_runs(rotated: nn.Module, fields: dict[str, Any]
     assert float((trained - integer).norm() / integer.norm()) < 0.02
 
 
+@pytest.mark.parametrize("fields", [{}, {"w_symmetric": False, "w_group_size": 32}], ids=["symmetric", "groups"])
+def test_the_gradient_of_a_scale_is_exact(rotated: nn.Module, fields: dict[str, Any]) -> None:
+    """Codes stay what they are when a scale changes; and training cannot shrink a scale without a reason."""
+    model = quantize_model(rotated, w_method="rtn", progress=False, **fields)
+    with _trainable(model, {}) as layers:
+        layer = layers["model.layers.0.mlp.up_proj"]
+        assert layer.latent is not None
+        layer.latent.data += 0.3 * torch.randn_like(layer.latent)
+        weight = layer.weight()
+        gradient = torch.randn_like(weight)
+        (found,) = torch.autograd.grad(weight, layer.log_step, gradient)
+        assert torch.allclose(found, (weight * gradient).unflatten(-1, (found.shape[1], -1)).sum(-1), atol=1e-4)
+        before, layer.log_step.data = weight.detach(), layer.log_step.data + 0.5
+        assert torch.allclose(layer.weight(), before * torch.tensor(0.5).exp(), rtol=1e-5)
+        expected = layer.weight().detach()
+    assert torch.allclose(layer.source.dequantize(), expected, rtol=1e-5)
+
+
 def test_clips_are_recorded_and_shared_by_siblings(rotated: nn.Module) -> None:
     model = quantize_model(rotated, tune_steps=5, tune_learning_rate=0.05, **FIELDS)
     config = model.config.quantization_config
