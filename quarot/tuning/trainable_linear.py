@@ -52,9 +52,9 @@ class TrainableLinear(nn.Module):
         """fp32 [N, K] with gradients."""
         if self.latent is None:
             return self.source.qweight
-        # Latents move with the scale, so that its gradient is exact. With latents that stay it is that of a learned step
-        # size, which drifts: inside its interval a latent is where the gradient has moved it, the two agree in sign, and
-        # training shrinks every scale.
+        # Latents move with the scale, so that its gradient is exact. With latents that stay it is that of a learned
+        # step size, which drifts: inside its interval a latent is where the gradient has moved it, the two agree in
+        # sign, and training shrinks every scale.
         codes = quantize_weights(self.latent, torch.ones_like(self.scale), self.zero, self.source.w_bits)
         scale = self.scale * self.log_step.exp()
         return (codes.unflatten(-1, (scale.shape[1], -1)) * scale[..., None]).flatten(-2)
