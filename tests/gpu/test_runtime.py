@@ -84,6 +84,46 @@ def test_a_hook_behind_the_layers_is_called_for_every_token(model):
     assert len(seen) == 10
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["model.norm.weight", "model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate.top_k", "lm_head.weight",
+     "model.layers.1.self_attn.q_norm.weight", "model.layers.1.mlp.experts.down.2.weight_scale"],
+)  # fmt: skip
+def test_recorded_steps_follow_what_is_exchanged(tiny_model, name, monkeypatch):
+    model, ids = tiny_model("qwen3_moe", mlp_only_layers=[]), prompt(2, 30) % 128
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", a_bits=8, progress=False).cuda()
+
+    def several_steps():
+        """Logits of a few steps over one cache, whose recorded step is kept in between."""
+        return torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(4)], 1)
+
+    def generated():
+        return quarot.generate(model, ids, max_new_tokens=12, eos_token_id=())
+
+    cache = quarot.QuantKVCache(model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        several_steps()
+        text = generated()
+        path, _, last = name.rpartition(".")
+        if last == "top_k":
+            model.get_submodule(path).top_k = 1
+        else:
+            tensor = getattr(model.get_submodule(path), last)
+            tensor.data = tensor.data.flip(0) * torch.linspace(1, 3, tensor.shape[-1]).cuda()
+        found = []
+        for graphs in ("1", "0"):
+            monkeypatch.setenv("QUAROT_CUDA_GRAPHS", graphs)
+            cache.crop(30)
+            model(ids[:, :2], past_key_values=cache)  # a prompt, from which on an expert's new scales count
+            found.append((several_steps(), generated()))
+            cache.crop(30)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert not torch.equal(found[0][1], text)
+
+
 def test_own_loop_equals_transformers(model):
     ids = prompt(2, 33)
     mask = torch.ones_like(ids)
