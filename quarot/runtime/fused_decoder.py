@@ -25,7 +25,7 @@ from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.memory import out_of_memory
 from quarot.nn.expert_list import ExpertList
 from quarot.nn.expert_stack import ExpertStack
-from quarot.nn.hooks import HookWatch
+from quarot.nn.hooks import HookWatch, hooking
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.nn.quant_linear import QuantLinear
 from quarot.ops.inference_only import refuse_gradient
@@ -102,6 +102,7 @@ class _Look(NamedTuple):
 
     moves: int
     replaced: bool
+    taken: nn.Module | None
     devices: set[torch.device]
     addresses: tuple[int, ...]
 
@@ -147,11 +148,13 @@ class FusedDecoder:
         self.session: Any = None  # of quarot.runtime.generate
         self._experts: _Look | None = None
         self.gains = Gains(norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm))
-        self.watch = HookWatch(module for layer in layers for module in layer.modules())
-        experts = {id(inner) for m in self.decoder.modules() if isinstance(m, ExpertList) for inner in m.modules()}
-        modules = [module for module in self.decoder.modules() if module._modules]
-        self._places = [module._modules for module in modules if id(module) not in experts]
-        self._places_of_experts = [module._modules for module in modules if id(module) in experts]
+        lists = [module for layer in layers for module in layer.modules() if isinstance(module, ExpertList)]
+        experts = [module for one in lists for module in one.modules()]
+        known = set(map(id, experts))
+        others = [module for module in self.decoder.modules() if id(module) not in known]
+        inside = (module for layer in layers for module in layer.modules() if id(module) not in known)
+        self.watch, self.watch_experts = HookWatch(inside), HookWatch(experts)
+        self._places, self._places_of_experts = ([m._modules for m in some if m._modules] for some in (others, experts))
         self._built_of = _modules(self._places), _modules(self._places_of_experts)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -203,10 +206,10 @@ class FusedDecoder:
         ids = kwargs.get("input_ids")
         if ids is None or ids.shape[1] > 1:  # a prompt: who knows what happened since the last one
             self._experts = None
-        hooked = self.watch.find()
-        if hooked is not None:
-            return f"{type(hooked).__name__} has a hook"
         look = self._look_at_experts()
+        hooked = self.watch.find() or look.taken or self.watch_experts.find(attributes=False)
+        if hooked is not None:
+            return hooking(hooked)
         if look.replaced or _modules(self._places) != self._built_of[0]:
             return "a module was replaced, added or removed since the model was quantised"
         if not self.gains.are_ones():
@@ -262,8 +265,8 @@ class FusedDecoder:
         was recorded, or allocated for it, no longer fits then.
 
         Thousands of experts are looked at only when a layer was moved or a parameter assigned since, and with every
-        prompt. So one ``parameter.data = ..`` of an expert between two tokens counts from the next prompt on; writing
-        into it (``copy_``) always does.
+        prompt. So one ``parameter.data = ..`` of an expert, or its own ``forward``, counts from the next prompt on;
+        writing into a parameter (``copy_``) and hooks always do.
         """
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
         biases = map(Tensor.data_ptr, map(itemgetter("bias"), self._biased))
@@ -277,7 +280,8 @@ class FusedDecoder:
         if self._experts is None or self._experts.moves != QuantLinear.moves:
             parameters, moves = self._of_experts, QuantLinear.moves
             replaced = _modules(self._places_of_experts) != self._built_of[1]
-            self._experts = _Look(moves, replaced, _devices(parameters), tuple(_addresses(parameters)))
+            places = _devices(parameters), tuple(_addresses(parameters))
+            self._experts = _Look(moves, replaced, self.watch_experts.find(), *places)
         return self._experts
 
     def wanting(self, kwargs: dict[str, Any]) -> Tensor | None:

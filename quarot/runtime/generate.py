@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quarot.memory import out_of_memory
-from quarot.nn.hooks import HookWatch
+from quarot.nn.hooks import HookWatch, hooking
 from quarot.nn.page_table import StaticTable, Step
 from quarot.nn.partial_attention import TILE
 from quarot.nn.quant_kv_cache import QuantKVCache
@@ -246,7 +246,7 @@ def _fused(model: Any) -> FusedDecoder:
             "(logger 'quarot' at level INFO says why it is off); use model.generate"
         )
     hooked = HookWatch([*fused.boundary.watch.modules, model.get_output_embeddings()]).find()
-    reason = fused.obstacle((), {}) if hooked is None else f"{type(hooked).__name__} has a hook"
+    reason = fused.obstacle((), {}) if hooked is None else hooking(hooked)
     if reason is not None:
         raise NotImplementedError(
             f"quarot.generate records its steps, which cannot be done now: {reason}; use model.generate"

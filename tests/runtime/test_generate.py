@@ -119,9 +119,12 @@ def test_a_long_prompt_never_meets_a_layer_or_the_head_at_once(model, token_ids,
     """What bounds memory: a chunk of tokens in each layer, and one token a row in front of the vocabulary."""
     fused = vars(model.model)["quarot_fused"]
     seen: dict[str, list[int]] = {"layers": [], "head": []}
-    layers, head = fused.run_layers, model.lm_head.forward
+    layers, head = fused.run_layers, torch.nn.Linear.forward
     monkeypatch.setattr(fused, "run_layers", lambda x, attend: seen["layers"].append(len(x)) or layers(x, attend))
-    monkeypatch.setattr(model.lm_head, "forward", lambda x: seen["head"].append(x.shape[:-1].numel()) or head(x))
+    assert [name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)] == ["lm_head"]
+    monkeypatch.setattr(
+        torch.nn.Linear, "forward", lambda self, x: seen["head"].append(x.shape[:-1].numel()) or head(self, x)
+    )
     quarot.generate(model, token_ids, max_new_tokens=1, prefill_chunk=8)
     batch, length = token_ids.shape
     assert max(seen["layers"]) == 8

@@ -252,7 +252,7 @@ def test_recorded_steps_are_refused_where_a_hook_waits(model, token_ids, place):
     """They would call it while recording, and then never again."""
     seen = []
     handle = model.get_submodule(place).register_forward_hook(lambda *_: seen.append(1))
-    with pytest.raises(NotImplementedError, match=r"has a hook; use model\.generate"):
+    with pytest.raises(NotImplementedError, match=r"has a hook, or .*; use model\.generate"):
         quarot.generate(model, token_ids, max_new_tokens=4)
     model.generate(token_ids, attention_mask=torch.ones_like(token_ids), max_new_tokens=4, eos_token_id=None)
     assert len(seen) == 4
@@ -271,3 +271,23 @@ def test_a_hook_is_seen_whatever_happened_to_the_dictionary_of_hooks(model):
     assert fused.obstacle((), {}) is None
     module._hf_hook = object()
     assert "QuantLinear has a hook" in fused.obstacle((), {})
+    del module._hf_hook
+    module.forward = module.forward  # what accelerate leaves behind
+    assert fused.obstacle((), {}) is None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "place", ["layers.0.mlp", "layers.1.self_attn.q_proj", "layers.1", "norm", "layers.0.mlp.experts.down.1"]
+)
+def test_a_forward_of_ones_own_is_called(tiny_model, token_ids, place):
+    model, calls = tiny_model("mixtral"), []
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", progress=False)
+    expected, module = model(token_ids).logits, model.model.get_submodule(place)
+    own = module.forward
+    module.forward = lambda *args, **kwargs: calls.append(1) or own(*args, **kwargs)
+    assert (model(token_ids).logits - expected).norm() <= 2e-3 * expected.norm()
+    assert calls
+    with pytest.raises(NotImplementedError, match="a forward of its own"):
+        quarot.generate(model, token_ids, max_new_tokens=2)
