@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(run=module.run, parser=sub)
     return parser
 
 
@@ -67,7 +67,9 @@ def _set_up_logging(debug: bool, quiet: bool) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    options = build_parser().parse_args(arguments)
+    options, unknown = build_parser().parse_known_args(arguments)
+    if unknown:  # told by the command, whose usage lists what there is
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     environment, logger = dict(os.environ), logging.getLogger("quarot")
     log = (logger.handlers[:], logger.level, logger.propagate)
     try:

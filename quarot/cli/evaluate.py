@@ -23,7 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--dataset", choices=("wikitext2", "pydoc"), help="default wikitext2")
     what.add_argument("--tasks", metavar="NAME=FILE,...", help="zero-shot tasks on JSON-lines files (needs lm-eval)")
     parser.add_argument("--window", type=int, default=2048, metavar="N", help="tokens a window (default 2048)")
-    parser.add_argument("--max-windows", type=int, metavar="N", help="the first N windows only")
+    windows = ("--windows", "--max-windows")  # as other commands call it, and as it once was
+    parser.add_argument(*windows, dest="max_windows", type=int, metavar="N", help="the first N windows only")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N", help="windows, or questions, at once")
     parser.add_argument("--limit", type=int, metavar="N", help="with --tasks: the first N questions of each")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result here as JSON as well")
@@ -31,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.limit is not None and not options.tasks:
-        raise ValueError("--limit goes with --tasks; --max-windows limits a perplexity")
+        raise ValueError("--limit goes with --tasks; --windows limits a perplexity")
     if options.json:
         check_file(options.json, "--json")
     result = _tasks(options) if options.tasks else _perplexity(options)

@@ -62,11 +62,19 @@ def test_info_names_bits_and_rotations(quantized, capsys):
 
 def test_eval_writes_the_perplexity(quantized, text_file, tmp_path, capsys):
     out = tmp_path / "result.json"
-    arguments = ["--text", str(text_file), "--window", "64", "--max-windows", "3", "--json", str(out), "--quiet"]
+    arguments = ["--text", str(text_file), "--window", "64", "--windows", "3", "--json", str(out), "--quiet"]
     assert main(["eval", str(quantized), "--device", "cpu", *arguments]) == 0
     result = json.loads(out.read_text())
     assert (result["windows"], result["tokens"]) == (3, 192)
     assert f"perplexity {result['ppl']:.4f}" in capsys.readouterr().out
+
+
+def test_unknown_options_are_told_beside_those_of_the_command(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["eval", "folder", "--batches", "3"])
+    error = capsys.readouterr().err
+    assert "usage: quarot eval" in error and "--batch-size N" in error
+    assert "unrecognized arguments: --batches 3" in error
 
 
 def test_generate_prints_prompt_and_continuation(quantized, capsys):
