@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-_RECORDER = "transformers.utils.output_capturing"
+_HARMLESS = ("transformers.utils.output_capturing", "quarot.integrations.transformers.generation")
+"""Modules whose hooks do nothing that a recorded step would miss. The former is left behind by the first forward that
+recorded hidden states or attention weights, and sleeps in any other; the latter passes in a cache."""
 _ATTRIBUTES = ("_hf_hook", "forward")
 """What accelerate, and whoever gives one module a ``forward`` of its own, leave in it."""
 
@@ -71,10 +73,6 @@ def _is_taken(module: nn.Module) -> bool:
 
 
 def _waits(module: nn.Module) -> bool:
-    """Whether somebody waits for calls of a module.
-
-    transformers leaves its recording hooks behind after the first forward that recorded hidden states or attention
-    weights; in any other forward they do nothing.
-    """
+    """Whether somebody waits for calls of a module."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(getattr(hook, "__module__", "") != _RECORDER for hook in hooks)
+    return any(getattr(hook, "__module__", "") not in _HARMLESS for hook in hooks)

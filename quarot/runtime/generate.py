@@ -245,7 +245,8 @@ def _fused(model: Any) -> FusedDecoder:
             "quarot.generate needs a model quantised by quarot with the fused decoder path "
             "(logger 'quarot' at level INFO says why it is off); use model.generate"
         )
-    hooked = HookWatch([*fused.boundary.watch.modules, model.get_output_embeddings()]).find()
+    parts = [*fused.boundary.watch.modules, model.get_output_embeddings()]
+    hooked = HookWatch(parts).find() or HookWatch([model, decoder]).find(attributes=False)
     reason = fused.obstacle((), {}) if hooked is None else hooking(hooked)
     if reason is not None:
         raise NotImplementedError(

@@ -247,7 +247,7 @@ def test_hooks_are_looked_for_only_when_there_is_a_new_one(model, monkeypatch):
     assert "has a hook" in copy.deepcopy(model).model.quarot_fused.obstacle((), {})
 
 
-@pytest.mark.parametrize("place", ["model.norm", "model.embed_tokens", "lm_head", "model.layers.1.mlp"])
+@pytest.mark.parametrize("place", ["model.norm", "model.embed_tokens", "lm_head", "model.layers.1.mlp", "model", ""])
 def test_recorded_steps_are_refused_where_a_hook_waits(model, token_ids, place):
     """They would call it while recording, and then never again."""
     seen = []
