@@ -37,7 +37,7 @@ def reference(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Specification; see the module."""
-    _check(codes, row_scale, expert, qweight, weight_scale)
+    _check(codes, row_scale, expert, qweight, weight_scale, out_dtype)
     flat = expert.flatten()
     out = torch.full((flat.numel(), weight_scale.shape[1]), torch.nan, dtype=out_dtype, device=codes.device)
     for index in flat.unique().tolist():
@@ -55,6 +55,7 @@ def _check(
     expert: torch.Tensor,
     qweight: torch.Tensor,
     weight_scale: torch.Tensor,
+    out_dtype: torch.dtype,
 ) -> None:
     """Raise ValueError for what a kernel would read as something else, or beyond its end."""
     given = {"codes": codes, "row_scale": row_scale, "expert": expert, "qweight": qweight, "weight_scale": weight_scale}
@@ -64,15 +65,18 @@ def _check(
             raise ValueError(
                 f"expert_gemm_w4a4: {name} must be {kind} on {codes.device}, got {tensor.dtype} on {tensor.device}"
             )
-    m = codes.shape[0]
+    if not out_dtype.is_floating_point:
+        raise ValueError(f"expert_gemm_w4a4: out_dtype {out_dtype} holds no fractions")
+    # Of a tensor with other dimensions these are numbers that do not fit either.
+    m, k, top_k, e, n = (*codes.shape, *expert.shape[1:], *weight_scale.shape, 0, 0, 0, 0, 0)[:5]
     wanted = {
         "row_scale": (m,),
-        "expert": (m, expert.shape[-1]),
-        "qweight": (qweight.shape[0], weight_scale.shape[-1] // 16, codes.shape[-1] // 32, 256),
-        "weight_scale": (qweight.shape[0], 16 * (weight_scale.shape[-1] // 16)),
+        "expert": (m, top_k),
+        "qweight": (e, n // 16, k // 32, 256),
+        "weight_scale": (e, n // 16 * 16),
     }
     for name, shape in wanted.items():
-        if tuple(given[name].shape) != shape or codes.ndim != 2 or codes.shape[1] % 32:
+        if tuple(given[name].shape) != shape or codes.ndim != 2 or k % 32:
             raise ValueError(
                 f"expert_gemm_w4a4: {name} {tuple(given[name].shape)} does not fit codes {tuple(codes.shape)};"
                 " wanted are codes [M, Kp], row_scale [M], expert [M, top_k], qweight [E, N/16, Kp/32, 256] and"
@@ -117,7 +121,7 @@ def cuda(
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Launches csrc/experts/expert_gemm_w4a4.cu."""
-    _check(codes, row_scale, expert, qweight, weight_scale)
+    _check(codes, row_scale, expert, qweight, weight_scale, out_dtype)
     experts, n, (m, top_k), k = qweight.shape[0], weight_scale.shape[1], expert.shape, codes.shape[1]
     out = torch.empty((m * top_k, n), dtype=out_dtype, device=codes.device)
     if not out.numel():

@@ -20,7 +20,7 @@ def reference(
     logits: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Specification; see the module."""
-    _check(logits, top_k)
+    _check(logits, top_k, dtype)
     wide = logits.float()
     expert = wide.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].contiguous()
     weight = wide.softmax(-1).gather(-1, expert)
@@ -29,7 +29,9 @@ def reference(
     return weight.to(dtype), expert
 
 
-def _check(logits: torch.Tensor, top_k: int) -> None:
+def _check(logits: torch.Tensor, top_k: int, dtype: torch.dtype) -> None:
+    if not logits.is_floating_point() or not dtype.is_floating_point:
+        raise ValueError(f"expert_route: logits and weights must be floats, got {logits.dtype} and {dtype}")
     if logits.ndim != 2 or not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"expert_route: logits must be [T, E] and top_k={top_k} at most E, got {tuple(logits.shape)}")
 
@@ -51,7 +53,7 @@ def available(logits: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dt
 
 def cuda(logits: torch.Tensor, top_k: int, normalize: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches csrc/experts/expert_route.cu."""
-    _check(logits, top_k)
+    _check(logits, top_k, dtype)
     weight, expert = fake(logits, top_k, normalize, dtype)
     if not len(logits):
         return weight, expert

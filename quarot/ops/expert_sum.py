@@ -16,7 +16,7 @@ from quarot.ops.registry import define_op, extension, stream
 def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Specification; see the module."""
     _check(x, weight)
-    rows = x.view(*weight.shape, -1)
+    rows = x.reshape(*weight.shape, x.shape[1])
     kind = torch.float64 if x.dtype == torch.float64 else torch.float32
     total = x.new_zeros(weight.shape[0], x.shape[1], dtype=kind)
     for j in range(weight.shape[1]):
@@ -25,6 +25,8 @@ def reference(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if not x.is_floating_point() or not weight.is_floating_point():
+        raise ValueError(f"expert_sum: x and weight must be floats, got {x.dtype} and {weight.dtype}")
     if x.ndim != 2 or weight.ndim != 2 or x.shape[0] != weight.numel() or x.device != weight.device:
         raise ValueError(
             f"expert_sum: x {tuple(x.shape)} on {x.device} must be [T * top_k, N] for a weight [T, top_k] on the same"

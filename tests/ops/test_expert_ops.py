@@ -57,14 +57,20 @@ def test_an_expert_that_does_not_exist_gives_nan() -> None:
         (2, torch.zeros(4, 3, dtype=torch.int64), r"expert \(4, 3\) does not fit"),
         (2, torch.zeros(5, 3, dtype=torch.int32), r"expert must be torch.int64 on cpu, got torch.int32"),
         (4, torch.ones(4, 40), "does not fit"),
-        (4, torch.ones(3, 48), r"weight_scale \(3, 48\) does not fit"),
+        (4, torch.ones(3, 48), r"qweight \(4, 3, 3, 256\) does not fit"),
+        (0, torch.tensor(1, dtype=torch.int8), "does not fit"),
+        (2, torch.tensor(1), "does not fit"),
+        (2, torch.zeros(5, 3, 1, dtype=torch.int64), "does not fit"),
+        (3, torch.tensor(1, dtype=torch.uint8), "does not fit"),
+        (4, torch.tensor(1.0), "does not fit"),
+        (5, torch.int32, "out_dtype torch.int32 holds no fractions"),
     ],
 )
 def test_what_does_not_fit_is_refused(place: int, value: torch.Tensor, message: str) -> None:
-    arguments: list[Any] = list(gemm_arguments())
+    arguments: list[Any] = [*gemm_arguments(), torch.float16]
     arguments[place] = value
     with pytest.raises(ValueError, match=message):
-        expert_gemm_w4a4(*arguments, torch.float16)
+        expert_gemm_w4a4(*arguments)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -83,6 +89,8 @@ def test_equal_logits_go_to_the_first_experts() -> None:
     assert weight[:2].tolist() == [[0.5, 0.5]] * 2 and weight[2].isnan().all()
     with pytest.raises(ValueError, match="top_k=6 at most E"):
         expert_route(logits, 6, True, torch.float16)
+    with pytest.raises(ValueError, match=r"must be floats, got torch.float32 and torch.int64"):
+        expert_route(logits, 2, True, torch.int64)  # all weights would be 0
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)
@@ -97,6 +105,9 @@ def test_experts_are_added_in_their_order(dtype: torch.dtype) -> None:
         assert torch.equal(out[t], total.to(dtype))
     with pytest.raises(ValueError, match=r"must be \[T \* top_k, N\]"):
         expert_sum(x[:11], weight)
+    with pytest.raises(ValueError, match=r"must be floats, got .* and torch.int64"):
+        expert_sum(x, weight.long())
+    assert torch.equal(expert_sum(x[:0], weight[:, :0]), torch.zeros(4, 24, dtype=dtype))
 
 
 def test_schemas() -> None:
