@@ -134,7 +134,7 @@ def addresses(fused: FusedDecoder, cache: QuantKVCache) -> tuple[Any, ...]:
 def graph_for(fused: FusedDecoder, cache: QuantKVCache, step: Step, batch: int) -> DecodeGraph | None:
     """The graph of this cache, made at the second step of a batch size (the first one, eager, warms the kernels up)."""
     graph: DecodeGraph | None = vars(cache).get("_decode_graph")
-    if graph is not None and graph.fits(step, batch):
+    if graph is not None and graph.fused is fused and graph.fits(step, batch):
         return graph
     if vars(cache).get("_decoded_rows") != batch:
         cache._decoded_rows = batch  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ from torch import nn
 import quarot
 from quarot.nn import hooks, joint
 from quarot.runtime import fused_decoder
-from quarot.runtime.decode_graph import addresses
+from quarot.runtime.decode_graph import addresses, graph_for
 
 
 @pytest.fixture
@@ -83,6 +83,19 @@ def test_an_exchanged_scale_or_bias_is_noticed(model, token_ids, name, what):
     assert not torch.equal(found, logits)
     quarot.runtime.fused_decoder.uninstall(model)
     assert (found - model(token_ids).logits).norm() <= 2e-3 * found.norm()
+
+
+def test_a_cache_does_not_replay_the_step_of_another_decoder(model, token_ids):
+    """Attaching other settings with the same weights makes a new one, which finds every tensor where it was."""
+    cache = quarot.QuantKVCache(model.config)
+    model(token_ids, past_key_values=cache)
+    step = cache.begin_step(2, 1, None)
+    fused = model.model.quarot_fused
+    assert graph_for(fused, cache, step, 2) is None  # the first step is eager
+    graph = graph_for(fused, cache, step, 2)
+    assert graph is graph_for(fused, cache, step, 2)
+    fused_decoder.install(model)
+    assert graph_for(model.model.quarot_fused, cache, step, 2) is not graph
 
 
 def test_threads_join_once(model, monkeypatch):
