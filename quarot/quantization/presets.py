@@ -27,7 +27,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 """``paper``: the defaults. The others cost calibration time and nothing at run time. ``layerwise``: what helps with one
-decoder layer at a time at work, so for models of any size. ``best``: training of the whole model on one device.
+decoder layer at a time at work, so for models of any size; with 4- and 6-bit activations it trains each layer, which on
+a CPU takes hours (``layer_steps=0`` does without). ``best``: training of the whole model on one device.
 
 Left out of ``best``: targets that correct the error made upstream (``gptq_asymmetric``) gain nothing where codes are
 trained afterwards; clip ratios need no search where they are learned. Figures: docs/accuracy.md.
@@ -38,7 +39,8 @@ _GENTLE: dict[str, dict[str, Any]] = {
     "best": {"rotation_steps": 60, "tune_steps": 100, "tune_learning_rate": 0.001},
 }
 """Instead, where activations keep 8 bits or more: there is less to win back, and less to lose on other texts. The error
-made upstream is small enough then to be corrected; at 4 bits that fits the calibration text only."""
+made upstream is small enough then to be corrected; at 4 bits that fits the calibration text only. Training layers has
+not been shown to help there."""
 
 
 def with_preset(config: QuarotConfig | None, name: str | None, fields: Mapping[str, Any]) -> QuarotConfig:
