@@ -56,7 +56,8 @@ def _quantise_fp8(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @functools.cache
 def _compiled_quantise_fp8() -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compile(_quantise_fp8, dynamic=True)
+    # One kernel: here it takes 10 s, through a pool of processes that import torch first more than twice as long.
+    return torch.compile(_quantise_fp8, dynamic=True, options={"compile_threads": 1})
 
 
 def fp8_rowwise_quantised(m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16) -> Make:
