@@ -53,8 +53,9 @@ def candidates(m: int, n: int, k: int, group: int = 0, bits: int = 4) -> Iterato
         return
     if m <= 64:
         yield SKINNY, 32, 16, 1
-    yield WIDE, 128, 128, 0
-    yield WIDE, 128, 256, 0
+    for swizzle in (0, 1) if m >= 1024 else (0,):  # as launch.h takes it, none
+        yield WIDE, 128, 128, swizzle
+        yield WIDE, 128, 256, swizzle
     for parts in (1, 2, 3, 4):
         if k % (32 * parts) == 0 and m <= 256:
             yield SPLIT, 64, 64, parts

@@ -91,7 +91,8 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
         case GemmKernel::kWide: {
             Device const& device = current_device();
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
-            sm90::GemmProblem const problem = hopper_problem(call, device.multiprocessors);
+            sm90::GemmProblem problem = hopper_problem(call, device.multiprocessors);
+            problem.swizzle = choice.c;
             if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
             return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
         }

@@ -28,22 +28,27 @@ inline int readable_tokens(GemmProblem const& p, int tile) {
     return std::max(p.m, std::min((p.m + tile - 1) / tile * tile, p.readable_rows));
 }
 
-/// Neighbouring token tiles that share a weight tile in L2: from 8k tokens on, where the rows of all of them no longer fit
-/// beside each other (measured: +25 % at 16k tokens, no difference at 8k).
+/// Up to so many tokens the grid goes on along the tokens; beyond, CUTLASS decides by its shape.
+inline constexpr int kFewTokens = 8192;
+
+/// Channel tiles that follow each other in the grid before it goes on: SMs next to each other ask for the same tokens, the
+/// larger operand, at the same time (NOTES.md, "The order of the tiles").
 ///
 /// CUTLASS rounds the grid up to multiples of it in both directions and computes the tiles it adds, so it is used only
 /// where those are few: 9 token tiles would cost as many as 16.
 inline int swizzle(int channel_tiles, int token_tiles, int tokens) {
     auto const round_up = [](int a, int b) { return (a + b - 1) / b * b; };
-    int size = tokens > 8192 ? 8 : 1;
+    int size = tokens > kFewTokens ? 8 : 4;
     while (round_up(channel_tiles, size) * round_up(token_tiles, size) > channel_tiles * token_tiles * 33 / 32) size /= 2;
     return size;
 }
 
 template <class TileShape, class Arguments>
 void set_scheduler(Arguments& args, GemmProblem const& p) {
-    args.scheduler.max_swizzle_size = swizzle(cute::ceil_div(p.n, int(cute::size<0>(TileShape{}))),
-                                              cute::ceil_div(p.m, int(cute::size<1>(TileShape{}))), p.m);
+    int const chosen = swizzle(cute::ceil_div(p.n, int(cute::size<0>(TileShape{}))),
+                               cute::ceil_div(p.m, int(cute::size<1>(TileShape{}))), p.m);
+    args.scheduler.max_swizzle_size = p.swizzle ? p.swizzle : chosen;
+    if (p.m <= kFewTokens) args.scheduler.raster_order = decltype(args.scheduler.raster_order)::AlongN;
     args.hw_info.device_id = 0;
     args.hw_info.sm_count = p.sm_count;
 }

@@ -26,6 +26,7 @@ struct GemmProblem {
     std::size_t workspace_bytes;
     int sm_count;
     cudaStream_t stream;
+    int swizzle = 0;  ///< channel tiles in a row, of the large CUTLASS kernels; 0: as many as launch.h takes
 };
 
 }  // namespace quarot::sm90
