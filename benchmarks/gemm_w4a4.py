@@ -16,6 +16,7 @@ from benchmarks.report import Row
 from benchmarks.shapes import Options, Shape
 from benchmarks.timing import Call, measure, roof_us
 from quarot.ops.gemm_w4a4 import gemm_w4a4
+from quarot.ops.quantize_per_token import UPPER_FACTOR, UPPER_ROWS
 from quarot.ops.registry import reference_backend
 
 TOKENS = (1, 16, 32, 64, 256, 512, 1024, 2048)
@@ -40,8 +41,10 @@ def moved_bytes(m: int, n: int, k: int, weight_bits: int = 4) -> int:
 def operands(
     m: int, n: int, k: int, weight_bits: int = 4
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random codes, token scales, weights (int4 tiles or int8 rows) and channel scales."""
+    """Random codes as the layers make them, token scales, weights (int4 tiles or int8 rows) and channel scales."""
     codes = torch.randint(-8, 8, (m, k), device="cuda", dtype=torch.int8)
+    if m >= UPPER_ROWS:
+        codes *= UPPER_FACTOR
     if weight_bits == 8:
         qweight = torch.randint(-128, 128, (n, k), device="cuda", dtype=torch.int8)
     else:

@@ -19,7 +19,7 @@ from benchmarks.shapes import Options, Shape
 from benchmarks.timing import Call, measure, roof_us
 from quarot.ops.gemm_w4a4 import gemm_w4a4
 from quarot.ops.hadamard_quantize import hadamard_quantize
-from quarot.ops.quantize_per_token import quantize_per_token
+from quarot.ops.quantize_per_token import UPPER_ROWS, quantize_per_token
 from quarot.ops.registry import reference_backend
 from quarot.rotation.hadamard import hadamard_spec
 
@@ -27,15 +27,20 @@ TOKENS = (1, 16, 64, 256, 1024, 2048, 4096)
 Quantise = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
+def _upper(x: torch.Tensor) -> bool:
+    """As ``QuantLinear`` asks for its codes."""
+    return len(x) >= UPPER_ROWS
+
+
 def quantiser(shape: Shape, layer: str) -> Quantise:
     """What stands in front of this layer's GEMM."""
     if layer == "down_proj":
         spec = spec_of(shape.intermediate)
-        return lambda x: hadamard_quantize(x, spec.order, spec.pow2, 1, BITS, CLIP, False)
+        return lambda x: hadamard_quantize(x, spec.order, spec.pow2, 1, BITS, CLIP, False, _upper(x))
     heads = hadamard_spec(shape.heads)
     if layer == "o_proj" and heads is not None:
-        return lambda x: hadamard_quantize(x, heads.order, heads.pow2, shape.head_dim, BITS, CLIP, False)
-    return lambda x: quantize_per_token(x, BITS, CLIP, False)
+        return lambda x: hadamard_quantize(x, heads.order, heads.pow2, shape.head_dim, BITS, CLIP, False, _upper(x))
+    return lambda x: quantize_per_token(x, BITS, CLIP, False, _upper(x))
 
 
 def _linear(shape: Shape, layer: str, m: int) -> Callable[[], Call]:

@@ -45,29 +45,29 @@ void bind_hadamard(pybind11::module_& m) {
         "hadamard_quantize_any_size",
         [](std::uintptr_t x, int dtype, std::int64_t row_stride, std::int64_t rows, bool silu, const Shape& shape,
            std::uintptr_t signs, std::uintptr_t codes, std::uintptr_t scale, float clip_over_qmax, int bits,
-           bool packed, std::uintptr_t stream) {
+           int layout, std::uintptr_t stream) {
             const auto input = any_size_input(x, dtype, row_stride, rows, silu, shape, signs);
             check_any_size(hadamard_quantize_any_size(input, pointer(codes), pointer<float>(scale), clip_over_qmax, bits,
-                                                      packed, pointer<CUstream_st>(stream)),
+                                                      static_cast<CodeLayout>(layout), pointer<CUstream_st>(stream)),
                            "hadamard_quantize", input);
         },
         py::arg("x"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("silu"), py::arg("shape"),
         py::arg("signs"), py::arg("codes"), py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"),
-        py::arg("packed"), py::arg("stream"));
+        py::arg("layout"), py::arg("stream"));
     m.def(
         "hadamard_heads_quantize",
         [](std::uintptr_t x, int dtype, std::int64_t row_stride, std::int64_t rows, int heads, int head_dim,
            std::uintptr_t signs, std::uintptr_t codes, std::uintptr_t scale, float clip_over_qmax, int bits,
-           bool packed, std::uintptr_t stream) {
+           int layout, std::uintptr_t stream) {
             const HeadsInput input{pointer(x), static_cast<DType>(dtype), row_stride, rows, heads, head_dim,
                                    pointer<const std::uint32_t>(signs)};
-            check(hadamard_heads_quantize(input, pointer(codes), pointer<float>(scale), clip_over_qmax, bits, packed,
-                                          pointer<CUstream_st>(stream)),
+            check(hadamard_heads_quantize(input, pointer(codes), pointer<float>(scale), clip_over_qmax, bits,
+                                          static_cast<CodeLayout>(layout), pointer<CUstream_st>(stream)),
                   "hadamard_heads_quantize", {{"rows", rows}, {"heads", heads}, {"head_dim", head_dim}});
         },
         py::arg("x"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("heads"), py::arg("head_dim"),
         py::arg("signs"), py::arg("codes"), py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"),
-        py::arg("packed"), py::arg("stream"));
+        py::arg("layout"), py::arg("stream"));
     m.def(
         "hadamard_plan_sm90",
         [](std::int64_t order, std::int64_t pow2) {
@@ -79,12 +79,12 @@ void bind_hadamard(pybind11::module_& m) {
     m.def(
         "hadamard_sm90",
         [](const Plan& plan, std::uintptr_t x, bool bfloat16, std::int64_t row_stride, int rows, bool silu,
-           std::uintptr_t table, std::uintptr_t y, std::uintptr_t scale, float clip_over_qmax, int bits,
+           std::uintptr_t table, std::uintptr_t y, std::uintptr_t scale, float clip_over_qmax, int bits, int layout,
            std::uintptr_t stream) {
             sm90::TransformArgs args{};
             args.x = pointer(x), args.row_stride = row_stride, args.rows = rows, args.table = pointer(table);
             args.y = pointer(y), args.scale = pointer<float>(scale), args.clip_over_qmax = clip_over_qmax;
-            args.bits = bits;
+            args.bits = bits, args.layout = static_cast<CodeLayout>(layout);
             const auto [order, padded, tiles] = plan;
             check(sm90::launch_transform({order, padded, tiles}, args, silu, scale != 0, bfloat16,
                                          pointer<CUstream_st>(stream)),
@@ -92,7 +92,7 @@ void bind_hadamard(pybind11::module_& m) {
         },
         "Plain transform into y (scale = 0), or codes into y and scale.", py::arg("plan"), py::arg("x"),
         py::arg("bfloat16"), py::arg("row_stride"), py::arg("rows"), py::arg("silu"), py::arg("table"), py::arg("y"),
-        py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"), py::arg("stream"));
+        py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"), py::arg("layout"), py::arg("stream"));
 }
 
 }  // namespace quarot

@@ -19,28 +19,29 @@ void bind_quantize(pybind11::module_& m) {
     m.def(
         "quantize_per_token",
         [](std::uintptr_t x, int dtype, std::int64_t row_stride, std::int64_t rows, std::int64_t k,
-           std::uintptr_t codes, std::uintptr_t scale, float clip_over_qmax, int bits, bool packed,
+           std::uintptr_t codes, std::uintptr_t scale, float clip_over_qmax, int bits, int layout,
            std::uintptr_t stream) {
             check_rows(quantize_per_token(pointer(x), static_cast<DType>(dtype), row_stride, rows, k, pointer(codes),
-                                     pointer<float>(scale), clip_over_qmax, bits, packed,
+                                     pointer<float>(scale), clip_over_qmax, bits, static_cast<CodeLayout>(layout),
                                      pointer<CUstream_st>(stream)),
                   "quantize_per_token", rows, k, bits);
         },
         py::arg("x"), py::arg("dtype"), py::arg("row_stride"), py::arg("rows"), py::arg("k"), py::arg("codes"),
-        py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"), py::arg("packed"), py::arg("stream"));
+        py::arg("scale"), py::arg("clip_over_qmax"), py::arg("bits"), py::arg("layout"), py::arg("stream"));
     m.def(
         "add_rms_norm_quantize",
         [](std::uintptr_t x, std::int64_t x_stride, std::uintptr_t residual, std::int64_t residual_stride, int dtype,
            std::int64_t rows, std::int64_t k, float eps, std::uintptr_t codes, std::uintptr_t scale,
-           std::uintptr_t sum, float clip_over_qmax, int bits, bool packed, std::uintptr_t stream) {
+           std::uintptr_t sum, float clip_over_qmax, int bits, int layout, std::uintptr_t stream) {
             check_rows(add_rms_norm_quantize(pointer(x), x_stride, pointer(residual), residual_stride,
                                         static_cast<DType>(dtype), rows, k, eps, pointer(codes), pointer<float>(scale),
-                                        pointer(sum), clip_over_qmax, bits, packed, pointer<CUstream_st>(stream)),
+                                        pointer(sum), clip_over_qmax, bits, static_cast<CodeLayout>(layout),
+                                        pointer<CUstream_st>(stream)),
                   "add_rms_norm_quantize", rows, k, bits);
         },
         py::arg("x"), py::arg("x_stride"), py::arg("residual"), py::arg("residual_stride"), py::arg("dtype"),
         py::arg("rows"), py::arg("k"), py::arg("eps"), py::arg("codes"), py::arg("scale"), py::arg("sum"),
-        py::arg("clip_over_qmax"), py::arg("bits"), py::arg("packed"), py::arg("stream"));
+        py::arg("clip_over_qmax"), py::arg("bits"), py::arg("layout"), py::arg("stream"));
     m.def(
         "add_rms_norm",
         [](std::uintptr_t x, std::int64_t x_stride, std::uintptr_t residual, std::int64_t residual_stride, int dtype,

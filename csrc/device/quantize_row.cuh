@@ -5,9 +5,12 @@
 //   s < 2^-126       -> s = 0, codes 0          (all-zero rows; no denormal scale reaches the GEMM)
 //   s not finite     -> s = NaN, codes 0        (NaN or inf stays in its row)
 //   otherwise        -> code = clamp(rint(x * (1/s)), -qmax-1, qmax), round half to even
+// In upper halves 16 * code and s / 16 are stored, and s < 2^-122 is 0.
 #pragma once
 
 #include <cuda_runtime.h>
+
+#include "device/code_layout.h"
 
 namespace quarot {
 
@@ -16,17 +19,20 @@ struct RowQuantizer {
     float scale, inverse, lo, hi;
 };
 
-__device__ __forceinline__ RowQuantizer row_quantizer(float absmax, float clip_over_qmax, int bits) {
+__device__ __forceinline__ RowQuantizer row_quantizer(float absmax, float clip_over_qmax, int bits,
+                                                      CodeLayout layout = CodeLayout::kBytes) {
     const float qmax = static_cast<float>((1 << (bits - 1)) - 1);
+    const float stored = layout == CodeLayout::kUpperHalves ? 0.0625f : 1.0f;
     RowQuantizer q{__fmul_rn(absmax, clip_over_qmax), 0.0f, 0.0f, 0.0f};
     if (!(q.scale <= 3.402823466e38f)) {
         q.scale = __uint_as_float(0x7fc00000u);
-    } else if (q.scale < 1.17549435e-38f) {
+    } else if (q.scale * stored < 1.17549435e-38f) {
         q.scale = 0.0f;
     } else {
         q.inverse = __frcp_rn(q.scale);
         q.lo = -qmax - 1.0f;
         q.hi = qmax;
+        q.scale *= stored;
     }
     return q;
 }
@@ -57,9 +63,13 @@ __device__ __forceinline__ unsigned pack_nibbles(uint2 codes) {
     return __byte_perm(lo, hi, 0x6420);
 }
 
+// Four codes, a byte each, to the upper halves of their bytes.
+__device__ __forceinline__ unsigned upper_halves(unsigned codes) { return codes << 4 & 0xf0f0f0f0u; }
+
 // Stores the codes of columns 8 * index .. 8 * index + 7 of one row.
-__device__ __forceinline__ void store_codes8(void* row_codes, int index, bool packed, uint2 codes) {
-    if (packed)
+__device__ __forceinline__ void store_codes8(void* row_codes, int index, CodeLayout layout, uint2 codes) {
+    if (layout == CodeLayout::kUpperHalves) codes = make_uint2(upper_halves(codes.x), upper_halves(codes.y));
+    if (layout == CodeLayout::kNibbles)
         static_cast<unsigned*>(row_codes)[index] = pack_nibbles(codes);
     else
         static_cast<uint2*>(row_codes)[index] = codes;

@@ -33,7 +33,8 @@ struct Args {
     float* scale;
     float clip_over_qmax;
     int bits, code_width;  // bytes a row of codes
-    bool packed, aligned;
+    bool aligned;
+    CodeLayout layout;
 };
 
 template <typename T, bool kSilu>
@@ -252,18 +253,20 @@ __global__ void __launch_bounds__(kMaxThreads) hadamard_quantize_any_kernel(cons
             if (column + 1 < a.columns) top = max(top, abs_bits(v1));
         });
     }
-    const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits);
+    const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits, a.layout);
     if (threadIdx.x == 0) a.scale[row] = q.scale;
     std::int8_t* codes = static_cast<std::int8_t*>(a.y) + row * a.code_width;
+    const bool nibbles = a.layout == CodeLayout::kNibbles;
+    const int shift = a.layout == CodeLayout::kUpperHalves ? 4 : 0;
     for (int u = 0; u < units; ++u) {
         if (units > 1) {
             __syncthreads();
             fill<T, kSilu>(a, x, u / a.slices, u % a.slices, unit);
         }
         emit<T>(a, unit, [&](int o, int column, float v0, float v1) {
-            const unsigned e0 = code_bits(v0, q), e1 = code_bits(v1, q);
+            const unsigned e0 = code_bits(v0, q) << shift, e1 = code_bits(v1, q) << shift;
             const int at = row_offset(a, u / a.slices, u % a.slices, o) + column;
-            if (a.packed) {
+            if (nibbles) {
                 codes[at / 2] = static_cast<std::int8_t>((e0 & 15) | (e1 & 15) << 4);
             } else {
                 codes[at] = static_cast<std::int8_t>(e0);
@@ -271,7 +274,7 @@ __global__ void __launch_bounds__(kMaxThreads) hadamard_quantize_any_kernel(cons
             }
         });
     }
-    for (int i = (a.packed ? a.width / 2 : a.width) + threadIdx.x; i < a.code_width; i += blockDim.x) codes[i] = 0;
+    for (int i = (nibbles ? a.width / 2 : a.width) + threadIdx.x; i < a.code_width; i += blockDim.x) codes[i] = 0;
 }
 
 template <typename Kernel>
@@ -316,12 +319,13 @@ cudaError_t hadamard_any_size(const HadamardInput& input, void* y, cudaStream_t 
 }
 
 cudaError_t hadamard_quantize_any_size(const HadamardInput& input, void* codes, float* scale, float clip_over_qmax,
-                                       int bits, bool packed, cudaStream_t stream) {
-    if (bits < 2 || bits > 8 || (packed && bits > 4)) return cudaErrorInvalidValue;
-    if (packed && input.shape.pow2 * input.shape.inner % 2) return cudaErrorInvalidValue;  // bytes are written in pairs
+                                       int bits, CodeLayout layout, cudaStream_t stream) {
+    if (!layout_fits(layout, bits)) return cudaErrorInvalidValue;
+    const bool nibbles = layout == CodeLayout::kNibbles;
+    if (nibbles && input.shape.pow2 * input.shape.inner % 2) return cudaErrorInvalidValue;  // bytes are written in pairs
     Args a{};
-    a.y = codes, a.scale = scale, a.clip_over_qmax = clip_over_qmax, a.bits = bits, a.packed = packed;
-    a.code_width = static_cast<int>((input.shape.width() + 31) / 32 * (packed ? 16 : 32));
+    a.y = codes, a.scale = scale, a.clip_over_qmax = clip_over_qmax, a.bits = bits, a.layout = layout;
+    a.code_width = static_cast<int>((input.shape.width() + 31) / 32 * (nibbles ? 16 : 32));
     const auto run = [&](auto with_silu, auto without) {
         return input.silu ? launch_units(with_silu, a, input, 0, stream) : launch_units(without, a, input, 0, stream);
     };

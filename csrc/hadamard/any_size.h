@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device/code_layout.h"
 #include "device/dtype.h"
 
 namespace quarot {
@@ -33,8 +34,8 @@ struct HadamardInput {
 // y [rows, width] contiguous, in the input's type. Not with silu.
 cudaError_t hadamard_any_size(const HadamardInput& input, void* y, cudaStream_t stream);
 
-// Codes and scale as in quantize/quantize_per_token.h. `packed` needs an even pow2 * inner.
+// Codes and scale as in quantize/quantize_per_token.h. Nibbles need an even pow2 * inner.
 cudaError_t hadamard_quantize_any_size(const HadamardInput& input, void* codes, float* scale, float clip_over_qmax,
-                                       int bits, bool packed, cudaStream_t stream);
+                                       int bits, CodeLayout layout, cudaStream_t stream);
 
 }  // namespace quarot

@@ -26,7 +26,7 @@ struct Args {
     float* scale;
     float clip_over_qmax;
     int bits;
-    bool packed;
+    CodeLayout layout;
 };
 
 // Lane c of four holds, of each of four groups of eight columns, the codes of columns 2 c and 2 c + 1 (`pairs`: groups
@@ -41,7 +41,9 @@ __device__ __forceinline__ uint2 gather_group(std::uint32_t pairs01, std::uint32
     return c & 2 ? make_uint2(other, high) : make_uint2(low, other);
 }
 
-template <typename T, int TILES>  // TILES: 16 heads each, 2 or 4
+// TILES: 16 heads each, 2 or 4. kStaged: codes leave through shared memory, as whole lines: worth its barrier where rows
+// are many and L2 has to take them all.
+template <typename T, int TILES, bool kStaged>
 __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
     extern __shared__ __align__(16) unsigned char shared[];
     __shared__ unsigned scratch[32];
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
         }
     }
 
-    unsigned top = 0;
+    float largest = 0.0f;
 #pragma unroll
     for (int mt = 0; mt < TILES; ++mt)
 #pragma unroll
@@ -94,12 +96,15 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 acc[mt][n][i] *= a.norm;
-                if (16 * mt + g + 8 * (i / 2) < a.heads) top = max(top, abs_bits(acc[mt][n][i]));
+                if (16 * mt + g + 8 * (i / 2) < a.heads)
+                    asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(fabsf(acc[mt][n][i])));
             }
-    const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits);
+    const float top = __uint_as_float(block_max(abs_bits(largest), scratch));
+    const auto q = row_quantizer(top, a.clip_over_qmax, a.bits, a.layout);
     if (threadIdx.x == 0) a.scale[row] = q.scale;
-    unsigned char* codes =
-        static_cast<unsigned char*>(a.codes) + row * (a.packed ? a.heads * a.head_dim / 2 : a.heads * a.head_dim);
+    const int staged_pitch = a.head_dim + 16;
+    const int width = a.heads * a.head_dim / (a.layout == CodeLayout::kNibbles ? 2 : 1);
+    unsigned char* codes = static_cast<unsigned char*>(a.codes) + row * width;
 #pragma unroll
     for (int mt = 0; mt < TILES; ++mt)
 #pragma unroll
@@ -112,8 +117,18 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
             const uint2 mine = gather_group(pack_bytes(e[0][0], e[0][1], e[1][0], e[1][1]),
                                             pack_bytes(e[2][0], e[2][1], e[3][0], e[3][1]), c);
             const int head = 16 * mt + g + 8 * half;
-            if (head < a.heads) store_codes8(codes, (head * a.head_dim + 32 * warp) / 8 + c, a.packed, mine);
+            if constexpr (kStaged)  // X has been read by all: block_max has a barrier
+                *reinterpret_cast<uint2*>(shared + head * staged_pitch + 32 * warp + 8 * c) =
+                    a.layout == CodeLayout::kUpperHalves ? make_uint2(upper_halves(mine.x), upper_halves(mine.y)) : mine;
+            else if (head < a.heads) store_codes8(codes, (head * a.head_dim + 32 * warp) / 8 + c, a.layout, mine);
         }
+    if constexpr (kStaged) {
+        __syncthreads();
+        const int pieces = a.head_dim / 16;
+        for (int i = threadIdx.x; i < a.heads * pieces; i += blockDim.x)
+            reinterpret_cast<uint4*>(codes)[i] =
+                *reinterpret_cast<const uint4*>(shared + i / pieces * staged_pitch + i % pieces * 16);
+    }
 }
 
 template <typename T>
@@ -121,20 +136,24 @@ cudaError_t dispatch(const Args& a, std::int64_t rows, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(rows)), block(a.head_dim);
     const int tiles = heads::tiles(a.heads);
     const std::size_t bytes = 16 * tiles * heads::pitch(a.head_dim);
-    return tiles == 2 ? launch(heads_kernel<T, 2>, grid, block, bytes, stream, a)
-                      : launch(heads_kernel<T, 4>, grid, block, bytes, stream, a);
+    const bool staged = a.layout != CodeLayout::kNibbles && rows > 2 * current_device().multiprocessors;
+    if (staged)
+        return tiles == 2 ? launch(heads_kernel<T, 2, true>, grid, block, bytes, stream, a)
+                          : launch(heads_kernel<T, 4, true>, grid, block, bytes, stream, a);
+    return tiles == 2 ? launch(heads_kernel<T, 2, false>, grid, block, bytes, stream, a)
+                      : launch(heads_kernel<T, 4, false>, grid, block, bytes, stream, a);
 }
 
 }  // namespace
 
 cudaError_t hadamard_heads_quantize(const HeadsInput& in, void* codes, float* scale, float clip_over_qmax, int bits,
-                                    bool packed, cudaStream_t stream) {
+                                    CodeLayout layout, cudaStream_t stream) {
     if (in.rows < 1 || in.rows > 0x7fffffff || in.heads < 1 || in.heads > kMaxHeads || in.head_dim % 32 != 0 ||
-        in.head_dim > kMaxHeadDim || bits < 2 || bits > 8 || (packed && bits > 4) || in.dtype == DType::kFloat32)
+        in.head_dim > kMaxHeadDim || !layout_fits(layout, bits) || in.dtype == DType::kFloat32)
         return cudaErrorInvalidValue;
     const Args a{in.x, in.row_stride, in.heads, in.head_dim, in.signs,
                  static_cast<float>(1.0 / std::sqrt(static_cast<double>(in.heads))), codes, scale, clip_over_qmax, bits,
-                 packed};
+                 layout};
     return in.dtype == DType::kFloat16 ? dispatch<__half>(a, in.rows, stream)
                                        : dispatch<__nv_bfloat16>(a, in.rows, stream);
 }

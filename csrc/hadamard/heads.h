@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device/code_layout.h"
 #include "device/dtype.h"
 
 namespace quarot {
@@ -22,6 +23,6 @@ struct HeadsInput {
 
 // Codes and scale as in quantize/quantize_per_token.h, of x (H_heads (x) I) / sqrt(heads) accumulated in fp32.
 cudaError_t hadamard_heads_quantize(const HeadsInput& input, void* codes, float* scale, float clip_over_qmax, int bits,
-                                    bool packed, cudaStream_t stream);
+                                    CodeLayout layout, cudaStream_t stream);
 
 }  // namespace quarot

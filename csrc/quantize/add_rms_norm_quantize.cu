@@ -23,7 +23,6 @@ struct Args {
     float* scale;
     void* sum;
     void* values;  // not null: the normalised row itself instead of codes and scale
-    bool packed;
 };
 
 // Every thread of the block, with its warp's part of the row's reductions: one barrier. Pieces of 256 columns come in
@@ -57,8 +56,9 @@ __device__ __forceinline__ void store_result(const Args& a, int index, float (&v
         }
         return;
     }
-    char* codes = static_cast<char*>(a.codes) + static_cast<std::int64_t>(blockIdx.x) * a.vectors * (a.packed ? 4 : 8);
-    store_codes8(codes, index, a.packed, codes8(v, n.q));
+    const int bytes = a.rule.layout == CodeLayout::kNibbles ? 4 : 8;
+    char* codes = static_cast<char*>(a.codes) + static_cast<std::int64_t>(blockIdx.x) * a.vectors * bytes;
+    store_codes8(codes, index, a.rule.layout, codes8(v, n.q));
 }
 
 // Aligned rows, k a multiple of 8: VECTORS groups of eight per thread stay in registers, and the sum is stored before
@@ -179,11 +179,11 @@ bool size_fits(std::int64_t rows, std::int64_t k) { return k >= 1 && k <= (1 << 
 cudaError_t add_rms_norm_quantize(const void* x, std::int64_t x_stride, const void* residual,
                                   std::int64_t residual_stride, DType dtype, std::int64_t rows, std::int64_t k,
                                   float eps, void* codes, float* scale, void* sum, float clip_over_qmax, int bits,
-                                  bool packed, cudaStream_t stream) {
-    if (!size_fits(rows, k) || bits < 2 || bits > 8 || (packed && bits > 4)) return cudaErrorInvalidValue;
-    const NormRule rule{static_cast<int>(k), eps, clip_over_qmax, bits};
+                                  CodeLayout layout, cudaStream_t stream) {
+    if (!size_fits(rows, k) || !layout_fits(layout, bits)) return cudaErrorInvalidValue;
+    const NormRule rule{static_cast<int>(k), eps, clip_over_qmax, bits, layout};
     return run({x, residual, x_stride, residual_stride, static_cast<int>((k + 31) / 32 * 4), rule, codes, scale, sum,
-                nullptr, packed},
+                nullptr},
                dtype, rows, stream);
 }
 
@@ -192,7 +192,7 @@ cudaError_t add_rms_norm(const void* x, std::int64_t x_stride, const void* resid
     if (!size_fits(rows, k)) return cudaErrorInvalidValue;
     const NormRule rule{static_cast<int>(k), eps, 1.0f, 8};
     return run({x, residual, x_stride, residual_stride, static_cast<int>((k + 7) / 8), rule, nullptr, nullptr, nullptr,
-                out, false},
+                out},
                dtype, rows, stream);
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "device/code_layout.h"
 #include "device/dtype.h"
 
 namespace quarot {
@@ -15,7 +16,7 @@ namespace quarot {
 cudaError_t add_rms_norm_quantize(const void* x, std::int64_t x_stride, const void* residual,
                                   std::int64_t residual_stride, DType dtype, std::int64_t rows, std::int64_t k,
                                   float eps, void* codes, float* scale, void* sum, float clip_over_qmax, int bits,
-                                  bool packed, cudaStream_t stream);
+                                  CodeLayout layout, cudaStream_t stream);
 
 // h itself, rounded to dtype, into `out` [rows, k] contiguous.
 cudaError_t add_rms_norm(const void* x, std::int64_t x_stride, const void* residual, std::int64_t residual_stride,

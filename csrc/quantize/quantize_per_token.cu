@@ -22,7 +22,7 @@ struct Args {
     float* scale;
     float clip_over_qmax;
     int bits;
-    bool packed;
+    CodeLayout layout;
 };
 
 // VECTORS > 0: that many groups of eight per thread, in registers; aligned rows, k a multiple of 8.
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_per_token_kernel(const A
     pdl_wait();
     const std::int64_t row = blockIdx.x;
     const T* x = static_cast<const T*>(a.x) + row * a.row_stride;
-    char* codes = static_cast<char*>(a.codes) + row * a.vectors * (a.packed ? 4 : 8);
+    char* codes = static_cast<char*>(a.codes) + row * a.vectors * (a.layout == CodeLayout::kNibbles ? 4 : 8);
 
     unsigned top = 0;
     float v[8];
@@ -51,24 +51,24 @@ __global__ void __launch_bounds__(kMaxThreads) quantize_per_token_kernel(const A
             kept[i].unpack(v);
             raise_top();
         }
-        const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits);
+        const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits, a.layout);
         if (threadIdx.x == 0) a.scale[row] = q.scale;
 #pragma unroll
         for (int i = 0; i < VECTORS; ++i) {
             const int index = threadIdx.x + i * blockDim.x;
             kept[i].unpack(v);
-            if (index < a.vectors) store_codes8(codes, index, a.packed, codes8(v, q));
+            if (index < a.vectors) store_codes8(codes, index, a.layout, codes8(v, q));
         }
     } else {
         for (int index = threadIdx.x; index < a.vectors; index += blockDim.x) {
             load8_any(x, 8 * index, a.k, v);
             raise_top();
         }
-        const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits);
+        const auto q = row_quantizer(__uint_as_float(block_max(top, scratch)), a.clip_over_qmax, a.bits, a.layout);
         if (threadIdx.x == 0) a.scale[row] = q.scale;
         for (int index = threadIdx.x; index < a.vectors; index += blockDim.x) {
             load8_any(x, 8 * index, a.k, v);
-            store_codes8(codes, index, a.packed, codes8(v, q));
+            store_codes8(codes, index, a.layout, codes8(v, q));
         }
     }
 }
@@ -92,15 +92,15 @@ cudaError_t dispatch(const Args& a, std::int64_t rows, bool aligned, cudaStream_
 }  // namespace
 
 cudaError_t quantize_per_token(const void* x, DType dtype, std::int64_t row_stride, std::int64_t rows, std::int64_t k,
-                               void* codes, float* scale, float clip_over_qmax, int bits, bool packed,
+                               void* codes, float* scale, float clip_over_qmax, int bits, CodeLayout layout,
                                cudaStream_t stream) {
-    if (k < 1 || k > (1 << 30) || rows < 1 || rows > 0x7fffffff || bits < 2 || bits > 8 || (packed && bits > 4))
+    if (k < 1 || k > (1 << 30) || rows < 1 || rows > 0x7fffffff || !layout_fits(layout, bits))
         return cudaErrorInvalidValue;
     const std::int64_t width = dtype == DType::kFloat32 ? 4 : 2;
     const bool aligned = k % 8 == 0 && reinterpret_cast<std::uintptr_t>(x) % 16 == 0 &&
                          (rows == 1 || row_stride * width % 16 == 0);
     const Args a{x, row_stride, static_cast<int>(k), static_cast<int>((k + 31) / 32 * 4), codes, scale,
-                 clip_over_qmax, bits, packed};
+                 clip_over_qmax, bits, layout};
     switch (dtype) {
         case DType::kFloat16: return dispatch<__half>(a, rows, aligned, stream);
         case DType::kBFloat16: return dispatch<__nv_bfloat16>(a, rows, aligned, stream);

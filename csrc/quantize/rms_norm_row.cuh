@@ -21,6 +21,7 @@ struct NormRule {
     float eps;
     float clip_over_qmax;
     int bits;
+    CodeLayout layout = CodeLayout::kBytes;
 };
 
 // Squares and absmax of one lane's eight columns of 256.
@@ -57,7 +58,7 @@ __device__ __forceinline__ float2 row_squares(const float2* pieces, int count) {
 __device__ __forceinline__ RowNorm row_norm(float2 squares, const NormRule& rule) {
     const float mean = __fdiv_rn(squares.x, static_cast<float>(rule.k));
     const float norm = __frcp_rn(__fsqrt_rn(__fadd_rn(mean, rule.eps)));
-    return {norm, row_quantizer(__fmul_rn(squares.y, norm), rule.clip_over_qmax, rule.bits)};
+    return {norm, row_quantizer(__fmul_rn(squares.y, norm), rule.clip_over_qmax, rule.bits, rule.layout)};
 }
 
 }  // namespace quarot

@@ -16,7 +16,7 @@ from quarot.ops.gemm_w8a8 import gemm_w8a8
 from quarot.ops.hadamard import hadamard
 from quarot.ops.hadamard_quantize import hadamard_quantize
 from quarot.ops.inference_only import inference_only
-from quarot.ops.quantize_per_token import quantize_per_token
+from quarot.ops.quantize_per_token import UPPER_ROWS, quantize_per_token
 from quarot.quantization.fit import check_fits
 from quarot.quantization.grid import dequantize
 from quarot.quantization.packing import pack_int8
@@ -142,11 +142,11 @@ class QuantLinear(nn.Module):
 
     def quantize_input(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes and row scales of x [..., K], after the online rotation; siblings on the same input may share them."""
-        packed = self._packs_activations(x)
+        packed, upper = self._code_layout(x)
         r = self.input_rotation
         if r is None:
-            return quantize_per_token(x, self.a_bits, self.a_clip, packed)
-        return hadamard_quantize(x, r.order, r.pow2, r.inner, self.a_bits, self.a_clip, packed)
+            return quantize_per_token(x, self.a_bits, self.a_clip, packed, upper)
+        return hadamard_quantize(x, r.order, r.pow2, r.inner, self.a_bits, self.a_clip, packed, upper)
 
     def forward_codes(self, codes: torch.Tensor, row_scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """[M, N] in ``dtype`` from the output of :meth:`quantize_input`."""
@@ -199,6 +199,11 @@ class QuantLinear(nn.Module):
     def _rotate(self, x: torch.Tensor) -> torch.Tensor:
         r = self.input_rotation
         return x if r is None else hadamard(x, r.order, r.pow2, r.inner)
+
+    def _code_layout(self, x: torch.Tensor) -> tuple[bool, bool]:
+        """``packed`` and ``upper`` of the op that quantises x [..., K] for this layer."""
+        packed = self._packs_activations(x)
+        return packed, x.is_cuda and not packed and self.a_bits <= 4 and x.shape[:-1].numel() >= UPPER_ROWS
 
     def _packs_activations(self, x: torch.Tensor) -> bool:
         # Ampere and Ada multiply int4 by int4 at twice the int8 rate; Hopper dropped it, so codes stay int8 there.

@@ -16,6 +16,7 @@ from quarot.ops.quantize_per_token import (
     check_bits,
     clip_over_qmax,
     code_buffers,
+    code_layout,
     empty_codes,
     quantize_rows,
 )
@@ -23,22 +24,34 @@ from quarot.ops.registry import define_op, extension, stream
 
 
 def reference(
-    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    clip: float,
+    packed: bool = False,
+    upper: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Specification; see the module."""
     # An op may not return its input, hence the copy.
     total = x.clone() if residual is None else x + residual
     wide = total.float()
     norm = 1.0 / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
-    codes, scale = quantize_rows(wide * norm, bits, clip, packed)
+    codes, scale = quantize_rows(wide * norm, bits, clip, packed, upper)
     return codes, scale, total
 
 
 def fake(
-    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    clip: float,
+    packed: bool = False,
+    upper: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the outputs."""
-    check_bits(bits, packed)
+    check_bits(bits, packed, upper)
     codes, scale = empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
     return codes, scale, torch.empty_like(x)
 
@@ -53,21 +66,33 @@ def fits(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
 
 
 def available(
-    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    clip: float,
+    packed: bool = False,
+    upper: bool = False,
 ) -> str | None:
     """Why the kernel cannot serve (None when it can)."""
     return fits(x, residual)
 
 
 def cuda(
-    x: torch.Tensor, residual: torch.Tensor | None, eps: float, bits: int, clip: float, packed: bool = False
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    eps: float,
+    bits: int,
+    clip: float,
+    packed: bool = False,
+    upper: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Launches csrc/quantize/add_rms_norm_quantize.cu."""
-    check_bits(bits, packed)
+    check_bits(bits, packed, upper)
     rows_x = as_rows(x)
     rows, k = rows_x.shape
     if rows == 0 or k == 0:
-        return reference(x, residual, eps, bits, clip, packed)
+        return reference(x, residual, eps, bits, clip, packed, upper)
     rows_residual = None if residual is None else as_rows(residual)
     codes, scale = code_buffers(rows, k, packed, x)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -86,7 +111,7 @@ def cuda(
             total.data_ptr(),
             clip_over_qmax(clip, bits),
             bits,
-            packed,
+            code_layout(packed, upper),
             stream(x),
         )
     return codes, scale, total
@@ -94,11 +119,12 @@ def cuda(
 
 add_rms_norm_quantize = define_op(
     "add_rms_norm_quantize",
-    "(Tensor x, Tensor? residual, float eps, int bits, float clip, bool packed=False)"
+    "(Tensor x, Tensor? residual, float eps, int bits, float clip, bool packed=False, bool upper=False)"
     " -> (Tensor codes, Tensor scale, Tensor sum)",
     reference=reference,
     fake=fake,
     cuda=cuda,
     available=available,
 )
-"""``(x [..., K], residual, eps, bits, clip, packed=False) -> (codes [M, Kp] | [M, Kp/2], scale fp32 [M], sum)``."""
+"""``(x [..., K], residual, eps, bits, clip, packed=False, upper=False)
+-> (codes [M, Kp] | [M, Kp/2], scale fp32 [M], sum)``."""

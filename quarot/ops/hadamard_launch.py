@@ -13,7 +13,7 @@ import functools
 
 import torch
 
-from quarot.ops.quantize_per_token import DTYPE_CODES
+from quarot.ops.quantize_per_token import BYTES, DTYPE_CODES, NIBBLES
 from quarot.ops.registry import extension, stream
 from quarot.rotation.hadamard import hadamard_matrix
 
@@ -168,6 +168,7 @@ def transform(rows: torch.Tensor, order: int, pow2: int, inner: int, out: torch.
                 0,
                 0.0,
                 8,
+                BYTES,
                 stream(rows),
             )
             return
@@ -191,7 +192,7 @@ def transform_quantize(
     inner: int,
     bits: int,
     clip_over_qmax: float,
-    packed: bool,
+    layout: int,
     codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
@@ -199,7 +200,7 @@ def transform_quantize(
     width = rows.shape[1] // 2 if silu else rows.shape[1]
     ext = extension()
     assert ext is not None
-    plan = None if packed or inner > 1 else _tensor_core_plan(rows, order, pow2, width)
+    plan = None if layout == NIBBLES or inner > 1 else _tensor_core_plan(rows, order, pow2, width)
     if clip_over_qmax < _LEAST_CLIP:
         plan = None
     with torch.cuda.device(rows.device):
@@ -217,6 +218,7 @@ def transform_quantize(
                 scale.data_ptr(),
                 clip_over_qmax,
                 bits,
+                layout,
                 stream(rows),
             )
             return
@@ -233,7 +235,7 @@ def transform_quantize(
                 scale.data_ptr(),
                 clip_over_qmax,
                 bits,
-                packed,
+                layout,
                 stream(rows),
             )
             return
@@ -249,6 +251,6 @@ def transform_quantize(
             scale.data_ptr(),
             clip_over_qmax,
             bits,
-            packed,
+            layout,
             stream(rows),
         )

@@ -10,6 +10,11 @@ operation rounded by itself (no FMA), so that a kernel can be equal bit for bit:
     otherwise       -> code = clamp(rint(x * (1/s)), -qmax-1, qmax)     half to even
 
 Input fp16, bf16, fp32 (or wider, rounded to fp32 first). ``value ~ code * s``.
+
+With ``upper`` (codes of at most 4 bits, a byte each) what is stored is ``16 * code`` and ``s / 16``. They stand for
+the same values, and products of them are the same bit for bit, but a byte whose lower half is zero toggles fewer wires
+in the tensor cores than one with five copies of a sign: at the power limit of the board a GEMM is 6 to 9 % faster
+(``csrc/gemm/NOTES.md``, "Codes in upper halves"). Where ``s / 16 < 2^-126`` the row is zero.
 """
 
 from __future__ import annotations
@@ -29,17 +34,28 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes the reference takes; any other would be quantised as what it happens to cast to."""
 
 
-def check_bits(bits: int, packed: bool) -> None:
+def check_bits(bits: int, packed: bool, upper: bool = False) -> None:
     """Raise ValueError for a code width the ops do not have."""
     if not 2 <= bits <= 8:
         raise ValueError(f"activation codes have 2 to 8 bits, not {bits}")
     if packed and bits != 4:
         raise ValueError(f"packed activations are 4-bit codes, two a byte; bits={bits} needs packed=False")
+    if upper and (packed or bits > 4):
+        raise ValueError(
+            f"codes of {bits} bits{', packed,' if packed else ''} have no upper half to lie in: upper=False"
+        )
 
 
-def quantize_rows(x: torch.Tensor, bits: int, clip: float, packed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+UPPER_ROWS = 512
+"""From this many rows on the GEMM runs at the power limit of the board: its codes had better be in upper halves."""
+UPPER_FACTOR = 16
+
+
+def quantize_rows(
+    x: torch.Tensor, bits: int, clip: float, packed: bool, upper: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The rule of the module on ``x`` [..., K]: codes (int8 [M, Kp] or packed uint8 [M, Kp/2]) and scale fp32 [M]."""
-    check_bits(bits, packed)
+    check_bits(bits, packed, upper)
     if x.dtype not in FLOATS or not x.dim():
         raise TypeError(
             f"only float16, bfloat16, float32 and float64 rows can be quantised, not {x.dtype} {[*x.shape]}"
@@ -49,12 +65,14 @@ def quantize_rows(x: torch.Tensor, bits: int, clip: float, packed: bool) -> tupl
     absmax = rows.abs().amax(-1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
     scale = absmax * clip_over_qmax(clip, bits)
     # masked_fill, not where: a scalar in where is a copy from the host, which waits and cannot be recorded in a graph.
-    scale = scale.masked_fill(scale < SMALLEST_SCALE, 0.0)
+    factor = UPPER_FACTOR if upper else 1
+    scale = scale.masked_fill(scale < SMALLEST_SCALE * factor, 0.0)
     scale = scale.masked_fill(~scale.isfinite(), torch.nan)
     usable = scale > 0
     values = (rows * scale.reciprocal()).masked_fill_(~usable, 0.0).round_().clamp_(-qmax - 1, qmax)
+    values = values.mul_(factor) if upper else values
     codes = torch.nn.functional.pad(values.to(torch.int8), (0, padded(rows.shape[1], K_ALIGNMENT) - rows.shape[1]))
-    return (pack_nibbles(codes) if packed else codes), scale.squeeze(-1)
+    return (pack_nibbles(codes) if packed else codes), (scale / factor if upper else scale).squeeze(-1)
 
 
 @functools.lru_cache(maxsize=64)
@@ -90,19 +108,32 @@ def code_buffers(rows: int, k: int, packed: bool, like: torch.Tensor) -> tuple[t
     return codes[:rows], scale[:rows]
 
 
-def reference(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(
+    x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Specification; see the module."""
-    return quantize_rows(x, bits, clip, packed)
+    return quantize_rows(x, bits, clip, packed, upper)
 
 
-def fake(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def fake(
+    x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the outputs."""
-    check_bits(bits, packed)
+    check_bits(bits, packed, upper)
     return empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
 
 
 DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Element types the activation kernels read, as csrc/device/dtype.h numbers them."""
+
+
+BYTES, NIBBLES, UPPER_HALVES = 0, 1, 2
+"""How codes lie in memory, as csrc/device/quantize_row.cuh numbers it."""
+
+
+def code_layout(packed: bool, upper: bool) -> int:
+    """Layout of the codes of an op that was asked for these."""
+    return NIBBLES if packed else UPPER_HALVES if upper else BYTES
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -111,20 +142,22 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-def available(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> str | None:
+def available(x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False) -> str | None:
     """Why the kernel cannot serve (None when it can)."""
     if x.dtype not in DTYPE_CODES:
         return f"the kernel reads fp16, bf16 or fp32, not {x.dtype}"
     return None
 
 
-def cuda(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def cuda(
+    x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches csrc/quantize/quantize_per_token.cu."""
-    check_bits(bits, packed)
+    check_bits(bits, packed, upper)
     x = as_rows(x)
     rows, k = x.shape
     if rows == 0 or k == 0:
-        return reference(x, bits, clip, packed)
+        return reference(x, bits, clip, packed, upper)
     codes, scale = code_buffers(rows, k, packed, x)
     with torch.cuda.device(x.device):
         extension().quantize_per_token(  # type: ignore[union-attr]
@@ -137,7 +170,7 @@ def cuda(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple
             scale.data_ptr(),
             clip_over_qmax(clip, bits),
             bits,
-            packed,
+            code_layout(packed, upper),
             stream(x),
         )
     return codes, scale
@@ -145,10 +178,10 @@ def cuda(x: torch.Tensor, bits: int, clip: float, packed: bool = False) -> tuple
 
 quantize_per_token = define_op(
     "quantize_per_token",
-    "(Tensor x, int bits, float clip, bool packed=False) -> (Tensor codes, Tensor scale)",
+    "(Tensor x, int bits, float clip, bool packed=False, bool upper=False) -> (Tensor codes, Tensor scale)",
     reference=reference,
     fake=fake,
     cuda=cuda,
     available=available,
 )
-"""``(x [..., K], bits, clip, packed=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M])``."""
+"""``(x [..., K], bits, clip, packed=False, upper=False) -> (codes int8 [M, Kp] | uint8 [M, Kp/2], scale fp32 [M])``."""

@@ -11,26 +11,34 @@ import torch
 
 from quarot.ops import hadamard_launch
 from quarot.ops.hadamard import check_shape, hadamard_reference
-from quarot.ops.quantize_per_token import as_rows, check_bits, clip_over_qmax, code_buffers, empty_codes, quantize_rows
+from quarot.ops.quantize_per_token import (
+    as_rows,
+    check_bits,
+    clip_over_qmax,
+    code_buffers,
+    code_layout,
+    empty_codes,
+    quantize_rows,
+)
 from quarot.ops.registry import define_op
 
 
 def reference(
-    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False
+    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Specification; see the module."""
     gate, up = _halves(gate_up)
     product = torch.nn.functional.silu(gate.float()) * up.float()
     if order * pow2 > 1:
         product = hadamard_reference(product, order, pow2, 1)
-    return quantize_rows(product, bits, clip, packed)
+    return quantize_rows(product, bits, clip, packed, upper)
 
 
 def fake(
-    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False
+    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes and dtypes of the outputs."""
-    check_bits(bits, packed)
+    check_bits(bits, packed, upper)
     gate, _ = _halves(gate_up)
     return empty_codes(gate.shape[:-1].numel(), gate.shape[-1], packed, gate)
 
@@ -42,7 +50,9 @@ def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
-def available(gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False) -> str | None:
+def available(
+    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
+) -> str | None:
     """Why no kernel can serve (None when one can)."""
     width = gate_up.shape[-1] // 2
     inner = hadamard_launch.identity_inner(width) if order * pow2 == 1 else 1
@@ -50,10 +60,10 @@ def available(gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: flo
 
 
 def cuda(
-    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False
+    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches csrc/hadamard."""
-    check_bits(bits, packed)
+    check_bits(bits, packed, upper)
     gate, _ = _halves(gate_up)
     inner = hadamard_launch.identity_inner(gate.shape[-1]) if order * pow2 == 1 else 1
     check_shape(gate, order, pow2, inner)
@@ -61,17 +71,19 @@ def cuda(
     codes, scale = code_buffers(rows.shape[0], gate.shape[-1], packed, gate_up)
     if rows.numel():
         hadamard_launch.transform_quantize(
-            rows, True, order, pow2, inner, bits, clip_over_qmax(clip, bits), packed, codes, scale
+            rows, True, order, pow2, inner, bits, clip_over_qmax(clip, bits), code_layout(packed, upper), codes, scale
         )
     return codes, scale
 
 
 silu_mul_hadamard_quantize = define_op(
     "silu_mul_hadamard_quantize",
-    "(Tensor gate_up, int order, int pow2, int bits, float clip, bool packed=False) -> (Tensor codes, Tensor scale)",
+    "(Tensor gate_up, int order, int pow2, int bits, float clip, bool packed=False, bool upper=False)"
+    " -> (Tensor codes, Tensor scale)",
     reference=reference,
     fake=fake,
     cuda=cuda,
     available=available,
 )
-"""``(gate_up [..., 2n], order, pow2, bits, clip, packed=False) -> (codes [M, np] | [M, np/2], scale fp32 [M])``."""
+"""``(gate_up [..., 2n], order, pow2, bits, clip, packed=False, upper=False)
+-> (codes [M, np] | [M, np/2], scale fp32 [M])``."""

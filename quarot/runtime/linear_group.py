@@ -73,8 +73,8 @@ class LinearGroup:
             arguments = (x, residual, eps, first.a_bits, first.a_clip, *self.tensors())
             if norm_gemm.available(*arguments) is None:
                 return norm_gemm.add_rms_norm_gemm_w4a4(*arguments)
-        packed = first._packs_activations(x)
-        codes, scale, total = add_rms_norm_quantize(x, residual, eps, first.a_bits, first.a_clip, packed)
+        layout = first._code_layout(x)
+        codes, scale, total = add_rms_norm_quantize(x, residual, eps, first.a_bits, first.a_clip, *layout)
         return self(codes, scale, x.dtype), total
 
     def after_rotation(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -98,8 +98,8 @@ class LinearGroup:
             arguments = (gate_up, order, pow2, first.a_bits, first.a_clip, *self.tensors(), residual)
             if silu_gemm.available(*arguments) is None:
                 return silu_gemm.silu_mul_hadamard_gemm_w4a4(*arguments), None
-        packed = first._packs_activations(gate_up)
-        codes, scale = silu_mul_hadamard_quantize(gate_up, order, pow2, first.a_bits, first.a_clip, packed)
+        layout = first._code_layout(gate_up)
+        codes, scale = silu_mul_hadamard_quantize(gate_up, order, pow2, first.a_bits, first.a_clip, *layout)
         return residual, self(codes, scale, gate_up.dtype)
 
     def _few(self, x: torch.Tensor) -> bool:

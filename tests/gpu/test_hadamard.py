@@ -181,15 +181,40 @@ def test_codes_of_many_rows(size: str, dtype: torch.dtype) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("size", ["4096", "11008", "8640", "order_only"])
-def test_codes_do_not_depend_on_the_other_rows(size: str) -> None:
+@pytest.mark.parametrize("size", ["4096", "11008", "13824", "14336", "25600", "28672", "8640", "order_only"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_codes_do_not_depend_on_the_other_rows(size: str, dtype: torch.dtype) -> None:
     order, pow2 = SIZES[size]
-    pair = gated(200, order * pow2, torch.float16)
+    pair = gated(1000, order * pow2, dtype)
+    x = pair[:, : order * pow2]
     codes, scale = silu_op.cuda(pair, order, pow2, 4, 0.9)
-    for i in (0, 131, 199):
+    plain = quantize_op.cuda(x, order, pow2, 1, 4, 0.9)
+    for i in (0, 131, 199, 999):
         one, its_scale = silu_op.cuda(pair[i : i + 1], order, pow2, 4, 0.9)
         assert torch.equal(one[0], codes[i])
         assert its_scale[0] == scale[i]
+        one, its_scale = quantize_op.cuda(x[i : i + 1], order, pow2, 1, 4, 0.9)
+        assert torch.equal(one[0], plain[0][i])
+        assert its_scale[0] == plain[1][i]
+
+
+@pytest.mark.parametrize("size", ["4096", "11008", "14336", "28672", "8640", "576"])
+@pytest.mark.parametrize("m", [3, 300])
+def test_codes_in_upper_halves(size: str, m: int) -> None:
+    order, pow2 = SIZES[size]
+    pair = gated(m, order * pow2, torch.float16)
+    codes, scale = silu_op.cuda(pair, order, pow2, 4, 0.9)
+    upper, sixteenth = silu_op.cuda(pair, order, pow2, 4, 0.9, False, True)
+    assert torch.equal(upper, 16 * codes)
+    assert torch.equal(16 * sixteenth, scale)
+    for shape in ((order, pow2, 1), (1, 32, 128)):  # the second across heads
+        x = pair[:, : order * pow2 if shape[2] == 1 else 4096].contiguous()
+        if x.shape[1] % (shape[0] * shape[1] * shape[2]):
+            continue
+        codes, scale = quantize_op.cuda(x, *shape, 4, 0.9)
+        upper, sixteenth = quantize_op.cuda(x, *shape, 4, 0.9, False, True)
+        assert torch.equal(upper, 16 * codes)
+        assert torch.equal(16 * sixteenth, scale)
 
 
 @pytest.mark.parametrize("size", ["4096", "11008", "14336", "28672", "8640", "576"])

@@ -60,6 +60,21 @@ def test_codes_and_scales_are_the_references(k: int, dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("k", [7, 576, 4096, 40000])
+def test_upper_halves(k: int, dtype: torch.dtype) -> None:
+    for m in (3, 300):
+        x = rows(m, k, dtype)
+        for bits in (2, 4):
+            arguments = (x, bits, 0.9, False, True)
+            for actual, expected in zip(quantize_op.cuda(*arguments), quantize_op.reference(*arguments), strict=True):
+                assert_same(actual, expected)
+            normed = (x, None, 1e-5, bits, 0.9)
+            (low, scale, _), (high, sixteenth, _) = norm_op.cuda(*normed), norm_op.cuda(*normed, False, True)
+            assert_same(high, 16 * low)
+            assert_same(16 * sixteenth, scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("offset", "extra"), [(1, 0), (0, 1), (8, 8), (3, 5)], ids=str)
 def test_offsets_and_strides(offset: int, extra: int, dtype: torch.dtype) -> None:
     x = rows(33, 4096, dtype, offset=offset, extra=extra)

@@ -56,6 +56,23 @@ def test_packed_holds_the_same_codes() -> None:
     assert torch.equal(scale, same)
 
 
+def test_upper_halves_stand_for_the_same_values() -> None:
+    x = torch.randn(7, 96) * torch.tensor([1.0, 1e-3, 1e3, 0.0, 1e-37, 2.0, 3.0])[:, None]
+    x[5, 3] = torch.inf
+    codes, scale = quantize_per_token(x, 4, 0.9)
+    upper, sixteenth = quantize_per_token(x, 4, 0.9, False, True)
+    kept = [0, 1, 2, 3, 5, 6]
+    assert torch.equal(upper[kept], 16 * codes[kept])
+    torch.testing.assert_close(16 * sixteenth[kept], scale[kept], rtol=0, atol=0, equal_nan=True)
+    assert scale[4] > 0 and not sixteenth[4] and not upper[4].any()  # a sixteenth of it would be subnormal
+
+
+@pytest.mark.parametrize(("bits", "packed"), [(8, False), (6, False), (4, True)])
+def test_codes_without_an_upper_half(bits: int, packed: bool) -> None:
+    with pytest.raises(ValueError, match="no upper half"):
+        quantize_per_token(torch.randn(2, 32), bits, 0.9, packed, True)
+
+
 def test_halves_round_to_even() -> None:
     codes, scale = quantize_per_token(torch.tensor([[7.0, 0.5, 1.5, 2.5, -0.5, -1.5]]), 4, 1.0)
     assert scale.item() == 1

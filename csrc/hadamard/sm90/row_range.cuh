@@ -31,14 +31,15 @@ struct CodeWords {
     __device__ __forceinline__ CodeWords(const RowQuantizer& q, float factor, float norm)
         : inverse(q.inverse * factor * norm), lo(pair16(q.lo)), hi(pair16(q.hi)) {}
 
-    // Lane 4 g + c has columns g and g + 8 of rows 2 c and 2 c + 1; it gets columns 4 c .. 4 c + 3 of row g.
-    __device__ __forceinline__ unsigned of(const float* acc) const {
+    // Lane 4 g + c has columns g and g + 8 of rows 2 c and 2 c + 1; it gets columns 4 c .. 4 c + 3 of row g (by
+    // `shift` and `mask` in upper halves).
+    __device__ __forceinline__ unsigned of(const float* acc, unsigned shift = 0, unsigned mask = ~0u) const {
         unsigned e[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) e[i] = __float_as_uint(fmaf(acc[i], inverse, 12582912.0f));
         const unsigned even = __vmaxs2(__vmins2(__byte_perm(e[0], e[2], 0x5410), hi), lo);
         const unsigned odd = __vmaxs2(__vmins2(__byte_perm(e[1], e[3], 0x5410), hi), lo);
-        return transpose8x8(__byte_perm(even, odd, 0x6420));
+        return transpose8x8(__byte_perm(even, odd, 0x6420) << shift & mask);
     }
 };
 

@@ -33,6 +33,8 @@ cudaError_t launch_transform(const TransformPlan& plan, TransformArgs args, bool
                              cudaStream_t stream) {
     args.m = plan.m;
     args.n = plan.m * plan.tiles * 64;
+    const bool upper = args.layout == CodeLayout::kUpperHalves;
+    args.shift = upper ? 4 : 0, args.mask = upper ? 0xf0f0f0f0u : ~0u;
     args.norm = static_cast<float>((plan.tiles == 1 ? 8.0 : 16.0) / std::sqrt(static_cast<double>(args.n)));
 #define LAUNCH(MP, T, NS, NG, RING_KB)          \
     if (plan.padded_m == MP && plan.tiles == T) \

@@ -259,7 +259,7 @@ struct Transform {
                 named_barrier(barrier, S::kGroupThreads);  // X has been read, too
                 top = __reduce_max_sync(kFullWarp, lane < S::kWarps ? group.top[lane] : 0u);
                 const RowQuantizer q =
-                    row_quantizer(__uint_as_float(top) * a.norm * factor_inverse, a.clip_over_qmax, a.bits);
+                    row_quantizer(__uint_as_float(top) * a.norm * factor_inverse, a.clip_over_qmax, a.bits, a.layout);
                 if (thread == 0) a.scale[row] = q.scale;
                 const CodeWords words(q, factor_inverse, a.norm);
                 std::uint8_t* y = static_cast<std::uint8_t*>(a.y) + static_cast<std::int64_t>(row) * a.n;
@@ -268,7 +268,7 @@ struct Transform {
                 const std::uint32_t staged = x_shared + m_first * kPitch + tile_h * 64 + 16 * w + 4 * (out_lane & 3);
 #pragma unroll
                 for (int j = 0; j < S::N / 8; ++j) {
-                    const unsigned codes = words.of(&acc[4 * j]);
+                    const unsigned codes = words.of(&acc[4 * j], a.shift, a.mask);
                     if constexpr (S::kStaged)
                         store_shared(staged + j * 8 * kPitch, codes);  // rows beyond m as well: they fit
                     else if (m_first + 8 * j < a.m)

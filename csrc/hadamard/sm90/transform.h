@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "device/code_layout.h"
+
 namespace quarot::sm90 {
 
 struct TransformArgs {
@@ -17,6 +19,8 @@ struct TransformArgs {
     float norm;               // 1 / sqrt(n), times 8 (T = 1) or 16 (the H_64 constants are 1/8 or 1/16)
     float clip_over_qmax;
     int bits;
+    CodeLayout layout;        // kBytes or kUpperHalves
+    unsigned shift, mask;     // of four codes in a word, by the layout
 };
 
 // How a transform of order * pow2 is computed: as H_m (x) H_(64 tiles), m = order * pow2 / (64 tiles) padded to
@@ -27,7 +31,8 @@ struct TransformPlan {
 
 TransformPlan plan_transform(std::int64_t order, std::int64_t pow2);
 
-// norm, n and m are filled in. `silu`: x is gate | up. `codes`: int8 codes and scale, else the input's type.
+// What follows from the plan and the layout is filled in. `silu`: x is gate | up. `codes`: int8 codes and scale, else
+// the input's type.
 cudaError_t launch_transform(const TransformPlan& plan, TransformArgs args, bool silu, bool codes, bool bfloat16,
                              cudaStream_t stream);
 
