@@ -100,7 +100,8 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             Device const& device = current_device();
             if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
             if (choice.b != 64 || (int4 && choice.a != 64)) return cudaErrorInvalidValue;
-            sm90::SplitProblem const problem{hopper_problem(call, device.multiprocessors), choice.c, call.counters};
+            sm90::SplitProblem problem{hopper_problem(call, device.multiprocessors), choice.c, call.counters};
+            problem.whole.swizzle = 1;  // tiles beyond the output would meet nobody
             if (!int4) return choice.a <= 64 ? sm90::w8a8_64x64_split(problem) : sm90::w8a8_128x64_split(problem);
             return sm90::w4a8_64x64_split(problem);
         }
