@@ -41,8 +41,20 @@ __device__ __forceinline__ uint2 gather_group(std::uint32_t pairs01, std::uint32
     return c & 2 ? make_uint2(other, high) : make_uint2(low, other);
 }
 
-// TILES: 16 heads each, 2 or 4. kStaged: codes leave through shared memory, as whole lines: worth its barrier where rows
-// are many and L2 has to take them all.
+// Codes of a and b, in the low halves of their bytes as always, in the two bytes of the result's low half.
+__device__ __forceinline__ unsigned code_pair(float a, float b, const RowQuantizer& q) {
+#if __CUDA_ARCH__ >= 900  // clamped together behind the rounding, which is the same as long as they fit in 16 bits (dispatch())
+    const auto rounded = [&q](float x) { return __float_as_uint(__fadd_rn(__fmul_rn(x, q.inverse), 12582912.0f)); };
+    const auto pair = [](float x) { return (static_cast<unsigned>(static_cast<int>(x)) & 0xffffu) * 0x10001u; };
+    const unsigned both = __byte_perm(rounded(a), rounded(b), 0x5410);
+    return __byte_perm(__vmaxs2(__vmins2(both, pair(q.hi)), pair(q.lo)), 0, 0x4420);
+#else
+    return __byte_perm(code_bits(a, q), code_bits(b, q), 0x0040);
+#endif
+}
+
+// TILES: 16 heads each, 2 or 4. kStaged: for many rows, where instructions count and L2 has to take all the codes: they leave
+// through shared memory, as whole lines, and no lanes exchange them.
 template <typename T, int TILES, bool kStaged>
 __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -56,19 +68,17 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
 
     // X[h][i]; head rows beyond the last are zero.
     const std::int64_t row = blockIdx.x;
-    const T* x = static_cast<const T*>(a.x) + row * a.row_stride;
     const int pitch = heads::pitch(a.head_dim), chunks = a.head_dim / 8;
+    const int first_head = threadIdx.x / chunks, chunk_column = threadIdx.x % chunks;
+    const T* x = static_cast<const T*>(a.x) + row * a.row_stride + threadIdx.x * 8;
     uint4 chunk[2 * TILES];
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) {
-        const int index = threadIdx.x + i * blockDim.x;  // blockDim = head_dim: 8 heads each
-        chunk[i] = index < a.heads * chunks ? reinterpret_cast<const uint4*>(x)[index] : make_uint4(0, 0, 0, 0);
-    }
+    for (int i = 0; i < 2 * TILES; ++i)  // blockDim = head_dim: 8 heads each
+        chunk[i] = first_head + 8 * i < a.heads ? *reinterpret_cast<const uint4*>(x + i * 8 * a.head_dim)
+                                                : make_uint4(0, 0, 0, 0);
 #pragma unroll
-    for (int i = 0; i < 2 * TILES; ++i) {
-        const int index = threadIdx.x + i * blockDim.x;
-        *reinterpret_cast<uint4*>(shared + index / chunks * pitch + index % chunks * 16) = chunk[i];
-    }
+    for (int i = 0; i < 2 * TILES; ++i)
+        *reinterpret_cast<uint4*>(shared + (first_head + 8 * i) * pitch + chunk_column * 16) = chunk[i];
     __syncthreads();
 
     float acc[TILES][4][4] = {};
@@ -92,19 +102,47 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
 #pragma unroll
     for (int mt = 0; mt < TILES; ++mt)
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
+        for (int half = 0; half < 2; ++half) {
+            const bool counts = 16 * mt + g + 8 * half < a.heads;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                acc[mt][n][i] *= a.norm;
-                if (16 * mt + g + 8 * (i / 2) < a.heads)
-                    asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(fabsf(acc[mt][n][i])));
-            }
+            for (int n = 0; n < 4; ++n)
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    float& value = acc[mt][n][2 * half + i];
+                    value *= a.norm;
+                    if (counts) asm("max.NaN.f32 %0, %0, %1;" : "+f"(largest) : "f"(fabsf(value)));
+                }
+        }
     const float top = __uint_as_float(block_max(abs_bits(largest), scratch));
     const auto q = row_quantizer(top, a.clip_over_qmax, a.bits, a.layout);
     if (threadIdx.x == 0) a.scale[row] = q.scale;
-    const int staged_pitch = a.head_dim + 16;
     const int width = a.heads * a.head_dim / (a.layout == CodeLayout::kNibbles ? 2 : 1);
     unsigned char* codes = static_cast<unsigned char*>(a.codes) + row * width;
+    if constexpr (kStaged) {  // over X, which has been read by all: block_max has a barrier
+        const int staged_pitch = a.head_dim + 16;  // 16: the eight heads of a store lie in different banks
+        unsigned char* mine = shared + g * staged_pitch + 32 * warp + 2 * c;
+#pragma unroll
+        for (int mt = 0; mt < TILES; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+                    *reinterpret_cast<std::uint16_t*>(mine + (16 * mt + 8 * half) * staged_pitch + 8 * n) =
+                        static_cast<std::uint16_t>(
+                            code_pair(acc[mt][n][2 * half], acc[mt][n][2 * half + 1], q));
+        __syncthreads();
+        const int pieces = a.head_dim / 16, piece_head = threadIdx.x / pieces, column = threadIdx.x % pieces * 16;
+        const bool upper = a.layout == CodeLayout::kUpperHalves;
+#pragma unroll
+        for (int i = 0; i < TILES; ++i) {
+            const int head = piece_head + 16 * i;
+            if (head >= a.heads) break;
+            uint4 v = *reinterpret_cast<const uint4*>(shared + head * staged_pitch + column);
+            if (upper) v = make_uint4(upper_halves(v.x), upper_halves(v.y), upper_halves(v.z), upper_halves(v.w));
+            *reinterpret_cast<uint4*>(codes + head * a.head_dim + column) = v;
+        }
+        return;
+    }
 #pragma unroll
     for (int mt = 0; mt < TILES; ++mt)
 #pragma unroll
@@ -117,18 +155,8 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
             const uint2 mine = gather_group(pack_bytes(e[0][0], e[0][1], e[1][0], e[1][1]),
                                             pack_bytes(e[2][0], e[2][1], e[3][0], e[3][1]), c);
             const int head = 16 * mt + g + 8 * half;
-            if constexpr (kStaged)  // X has been read by all: block_max has a barrier
-                *reinterpret_cast<uint2*>(shared + head * staged_pitch + 32 * warp + 8 * c) =
-                    a.layout == CodeLayout::kUpperHalves ? make_uint2(upper_halves(mine.x), upper_halves(mine.y)) : mine;
-            else if (head < a.heads) store_codes8(codes, (head * a.head_dim + 32 * warp) / 8 + c, a.layout, mine);
+            if (head < a.heads) store_codes8(codes, (head * a.head_dim + 32 * warp) / 8 + c, a.layout, mine);
         }
-    if constexpr (kStaged) {
-        __syncthreads();
-        const int pieces = a.head_dim / 16;
-        for (int i = threadIdx.x; i < a.heads * pieces; i += blockDim.x)
-            reinterpret_cast<uint4*>(codes)[i] =
-                *reinterpret_cast<const uint4*>(shared + i / pieces * staged_pitch + i % pieces * 16);
-    }
 }
 
 template <typename T>
@@ -136,7 +164,9 @@ cudaError_t dispatch(const Args& a, std::int64_t rows, cudaStream_t stream) {
     const dim3 grid(static_cast<unsigned>(rows)), block(a.head_dim);
     const int tiles = heads::tiles(a.heads);
     const std::size_t bytes = 16 * tiles * heads::pitch(a.head_dim);
-    const bool staged = a.layout != CodeLayout::kNibbles && rows > 2 * current_device().multiprocessors;
+    // A code is at most 1 / clip_over_qmax before it is clamped.
+    const bool staged = a.layout != CodeLayout::kNibbles && rows > 2 * current_device().multiprocessors &&
+                        a.clip_over_qmax > 1e-4f;
     if (staged)
         return tiles == 2 ? launch(heads_kernel<T, 2, true>, grid, block, bytes, stream, a)
                           : launch(heads_kernel<T, 4, true>, grid, block, bytes, stream, a);
