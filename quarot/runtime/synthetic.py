@@ -61,14 +61,17 @@ def random_quantized_model(
 
 
 def _fill(module: nn.Module, generator: torch.Generator) -> None:
-    """Codes of any value, and scales that keep the output of a layer about as large as its input."""
+    """Codes of any value, and scales of either sign that keep the output of a layer about as large as its input."""
     if isinstance(module, QuantLinear):
         if module.w_bits < 16:
             kind = torch.uint8 if module.qweight.dtype == torch.uint8 else torch.int8
             low, high = (0, 256) if kind == torch.uint8 else (-128, 128)
             module.qweight.data.random_(low, high, generator=generator)
             spread = 2.0 ** (module.w_bits - 1) / math.sqrt(3)
-            module.weight_scale.data.fill_(1 / (spread * math.sqrt(module.in_features)))
+            scale = module.weight_scale.data.fill_(1 / (spread * math.sqrt(module.in_features)))
+            # The mean of such codes is -1/2. With scales of one sign all outputs would have a part in common, which
+            # grows from layer to layer until SiLU and R4 take the slow way of rows out of range.
+            scale.mul_(torch.randint(0, 2, scale.shape, generator=generator, device=scale.device).mul_(2).sub_(1))
             if module.weight_zero is not None:
                 module.weight_zero.data.zero_()
         if module.bias is not None:
