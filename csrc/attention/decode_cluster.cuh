@@ -13,6 +13,7 @@
 #include "attention/merge_cluster.cuh"
 #include "device/cluster.cuh"
 #include "device/launch.cuh"
+#include "device/made_by_now.cuh"
 
 namespace quarot {
 
@@ -75,7 +76,11 @@ __global__ void __launch_bounds__(kClusterThreads, 3) cluster_decode_kernel(cons
                output_row(p, blockIdx.z, kv_head, row) * C::kD * (p.dtype == DType::kFloat32 ? 4 : 2);
     };
 
+    const int query_row = tile * kTileRows + lane / 4;
+    const void* my_query = query_source(query_row);
+    made_by_now(my_query);
     // Before the wait as in decode_kernel.cuh: whole stages of old tokens, the next one into L2 only.
+#pragma unroll 1
     while (issued < stages && stage_of(issued) < share.work.last &&
            (stage_of(issued) + 1) << share.shift <= (length - p.tokens) / kBlockTokens)
         issue_next(issued);
@@ -83,15 +88,20 @@ __global__ void __launch_bounds__(kClusterThreads, 3) cluster_decode_kernel(cons
         issue_stage<C, true>(p, share.work, ring, stage_of(issued), issued, share.shift, 0, ids, kv_head, lane);
     pdl_wait();
     pdl_trigger();
-    while (issued < stages) issue_next(issued);  // as looked up before: what follows only confirms it
     std::uint32_t query[C::kMmas][2]{};
     if (p.rotate_order == 0) {
-        const int row = tile * kTileRows + lane / 4;
-        load_query<C>(query_source(row), p.dtype, row < rows, query, lane);
+        // One decision for all loads: 16-bit types are loaded alike.
+        if (p.dtype == DType::kFloat32)
+            load_query<C>(my_query, DType::kFloat32, query_row < rows, query, lane);
+        else
+            load_query<C>(my_query, DType::kFloat16, query_row < rows, query, lane);
     }
+#pragma unroll 1
+    while (issued < stages) issue_next(issued);  // as looked up before: what follows only confirms it
     const int length_now = load_length(p, blockIdx.z);
     const int ids_now = load_page_ids(p, share.work, share.shift, 0, worker, workers, lane);
     if (__any_sync(kFullWarp, length_now != length || ids_now != ids)) {
+#pragma unroll 1
         for (int i = 0; i < stages; ++i) {
             if (stage_of(i) >= share.work.last) break;
             ring.wait_all(i, 0);
@@ -100,6 +110,7 @@ __global__ void __launch_bounds__(kClusterThreads, 3) cluster_decode_kernel(cons
         length = length_now, issued = 0;
         share = Share::of<C>(p, length, workers);
         ids = load_page_ids(p, share.work, share.shift, 0, worker, workers, lane);
+#pragma unroll 1
         while (issued < stages) issue_next(issued);
     }
 
@@ -120,10 +131,12 @@ __global__ void __launch_bounds__(kClusterThreads, 3) cluster_decode_kernel(cons
             attend_stage<C, true, 1>(buffer + i * C::kBlockBytes, 1, token + i * kBlockTokens, length, limits, query,
                                      query_sum, p.scale_log2, state, lane);
         __syncwarp();  // everybody has read the slot
-        const int batch = issued >> (5 - share.shift);  // of stages whose page ids a warp holds
-        if (issued == batch << (5 - share.shift))
-            ids = load_page_ids(p, share.work, share.shift, batch, worker, workers, lane);
-        issue_next(slot);
+        if (stage_of(issued) < share.work.last) {
+            const int batch = issued >> (5 - share.shift);  // of stages whose page ids a warp holds
+            if (issued == batch << (5 - share.shift))
+                ids = load_page_ids(p, share.work, share.shift, batch, worker, workers, lane);
+            issue_next(slot);
+        }
         slot = slot + 1 == stages ? 0 : slot + 1;
     }
 

@@ -32,10 +32,13 @@ __device__ __forceinline__ void send_part(const WarpState<C>& state, float* area
                                           const Slice<C>& slice, int cluster, int part, int rows, int lane) {
     const int row = 2 * (lane % 4);
     const std::uint32_t target = shared_address(area + part * slice.part_floats + row * 16 + 2 * (lane / 4));
-    state.for_each_output([&](int mma, int column, float2 x) {
-        const int place = (mma & ((1 << slice.shift) - 1)) * kTileRows + column;
-        if (row + column < rows) store_remote(target + place * 64, mbarrier, mma >> slice.shift, x);
-    });
+#pragma unroll
+    for (int column = 0; column < 2; ++column)
+        if (row + column < rows)
+            state.for_each_output([&](int mma, int other, float2 x) {
+                const int place = (mma & ((1 << slice.shift) - 1)) * kTileRows + column;
+                if (other == column) store_remote(target + place * 64, mbarrier, mma >> slice.shift, x);
+            });
     const std::uint32_t target_max_sum = shared_address(max_sum + part * kTileRows + row);
 #pragma unroll
     for (int column = 0; column < 2; ++column)

@@ -34,7 +34,8 @@ struct RotatedHeads : MadeChunks {
 
     struct Early {
         uint32_t word[2];  // signs of this warp's two 16-head tiles
-        int place;         // of this thread's 16 bytes of a row in X; negative: it has none
+        T const* from;     // this thread's 16 bytes of a row ..
+        int to;            // .. and their place in X; negative: it has none
         int tile, column;  // this warp's first tile, and its first column of a head
     };
 
@@ -49,7 +50,9 @@ struct RotatedHeads : MadeChunks {
         for (int mt = 0; mt < 2; ++mt)
             early.word[mt] = early.tile < TILES ? a.signs[(early.tile + mt) * 32 + threadIdx.x % 32] : 0;
         int const head = threadIdx.x / chunks;  // fits() leaves no row with more chunks than threads
-        early.place = head < a.heads ? head * pitch + (int(threadIdx.x) - head * chunks) * 16 : -1;
+        early.to = head < a.heads ? head * pitch + (int(threadIdx.x) - head * chunks) * 16 : -1;
+        early.from = a.x + 8 * threadIdx.x;
+        made_by_now(early.from);
 #pragma unroll 1
         for (int row = 0; row < rows; ++row)
 #pragma unroll 1
@@ -58,17 +61,19 @@ struct RotatedHeads : MadeChunks {
         return early;
     }
 
-    template <class Layout, int WARPS>
-    static __device__ void make(Arguments const& a, Early const& early, int rows, char* tiles, float* token_scale, char* x) {
+    template <class Layout, int WARPS, class Meanwhile>
+    static __device__ void make(Arguments const& a, Early const& early, int rows, char* tiles, float* token_scale, char* x,
+                                Meanwhile const& meanwhile) {
         __shared__ unsigned scratch[2][32];
         int const lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
         int const pitch = heads::pitch(a.head_dim);
         uint32_t const x_shared = uint32_t(__cvta_generic_to_shared(x));
-        if (early.place >= 0)
+        if (early.to >= 0)
 #pragma unroll 1
             for (int row = 0; row < rows; ++row)
-                copy_16_bytes(x_shared + row * TILES * 16 * pitch + early.place, a.x + row * a.row_stride + 8 * threadIdx.x);
+                copy_16_bytes(x_shared + row * TILES * 16 * pitch + early.to, early.from + row * a.row_stride);
         // While the row is on its way: signs, and where this lane's codes will lie.
+        meanwhile();
         bool const works = early.tile < TILES;
         constexpr uint32_t kNowhere = ~0u;
         uint32_t h[TILES][2][4], target[2][2];

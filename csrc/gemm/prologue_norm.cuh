@@ -24,12 +24,21 @@ struct NormRows : MadeChunks {
         NormRule rule;
     };
 
+    struct Early {
+        T const* x;  // this lane's columns of the first row
+    };
+
     template <int WARPS>
-    static __device__ Early begin(Arguments const&, int, char*) { return {}; }
+    static __device__ Early begin(Arguments const& a, int, char*) {
+        Early early{a.x + threadIdx.x * (kWarpColumns / 32)};
+        made_by_now(early.x);
+        return early;
+    }
 
     /// Codes of row r at `tiles` + warp * chunk_stride + r * row_stride, visible to the warp that reads them.
-    template <class Layout, int WARPS>
-    static __device__ void make(Arguments const& a, Early, int rows, char* tiles, float* token_scale, char*) {
+    template <class Layout, int WARPS, class Meanwhile>
+    static __device__ void make(Arguments const& a, Early const& early, int rows, char* tiles, float* token_scale, char*,
+                                Meanwhile const& meanwhile) {
         static_assert(Layout::kChunk == kWarpColumns);
         __shared__ float2 pieces[ROWS][WARPS];
         int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, column = warp * kWarpColumns + 8 * lane;
@@ -39,10 +48,13 @@ struct NormRows : MadeChunks {
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {
                 if (first + r >= rows) break;
-                kept[r] = load8(a.x + (first + r) * a.x_stride, column, a.rule.k);
+                kept[r] = load8(early.x + (first + r) * a.x_stride, 0, a.rule.k - column);
                 if (a.residual) other[r] = load8(a.residual + (first + r) * a.residual_stride, column, a.rule.k);
             }
-            if (first > 0) __syncthreads();  // the pieces of the rows before have been read
+            if (first > 0)
+                __syncthreads();  // the pieces of the rows before have been read
+            else
+                meanwhile();
             float v[8];
 #pragma unroll
             for (int r = 0; r < ROWS; ++r) {

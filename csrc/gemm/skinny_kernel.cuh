@@ -2,6 +2,7 @@
 // sums and the activations passes through shared memory. See NOTES.md for the design and the measurements.
 #pragma once
 
+#include "device/made_by_now.cuh"
 #include "device/vec8.cuh"
 #include "gemm/skinny.h"
 #include "gemm/weight_ring.cuh"
@@ -27,9 +28,6 @@ __device__ __forceinline__ void let_next_kernel_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-
-/// Keeps the compiler from making it later.
-__device__ __forceinline__ void made_by_now(uint32_t& x) { asm volatile("" : "+r"(x)); }
 
 __device__ __forceinline__ void copy_16_bytes(uint32_t shared_address, void const* global) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address), "l"(global) : "memory");
@@ -192,7 +190,8 @@ constexpr bool kBulkCopies = false;
 
 /// Activation codes in global memory, read chunk by chunk. The other inputs (prologue_*.cuh) make the codes in shared
 /// memory before the first product (`kMade`) and say how they lie there: row r of chunk i begins at i * chunk_stride +
-/// r * row_stride, its unit u unit_offset(u) bytes further on. code_bytes: of shared memory for so many rows.
+/// r * row_stride, its unit u unit_offset(u) bytes further on. code_bytes: of shared memory for so many rows. begin() runs
+/// ahead of the wait; make() behind it, and calls `meanwhile` as soon as it has asked for its (first) rows.
 struct StoredCodes {
     static constexpr bool kMade = false, kOneChunk = false;
     static constexpr bool kOneRow = false;  // compiled for m = 1
@@ -285,7 +284,8 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     int const owner = blockIdx.x;
     int const strip_begin = owner * g.strips_each + min(owner, g.strips_over);
     int const strip_count = g.strips_each + (owner < g.strips_over);
-    int unit = warp * UNITS;  // this warp's next chunk
+    int unit = warp * UNITS;                    // this warp's next chunk
+    int const atoms = int(unsigned(p.k) / 32);  // 32-wide, of K
     int const token_begin = Input::kOneRow ? 0 : blockIdx.y * kTokens;
     int const tokens = Input::kOneRow ? 1 : min(kTokens, p.m - token_begin);
 
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     auto aim = [&](int strip, int first_unit) {
         int const s = strip_begin + strip;
         item = Weights::lane_pointer(p.weight, s, p.k, p.n, lane) + first_unit * Weights::kUnitBytes;
-        item_atoms = first_unit < g.units ? p.k / 32 - 2 * first_unit : 0;
+        item_atoms = first_unit < g.units ? atoms - 2 * first_unit : 0;
         item_row8 = s * 16 + lane / 4 + 8 < p.n ? 8 * p.k : 0;
     };
     // Ahead of the wait, as weights are constant, and of everything else: DRAM is idle until then.
@@ -310,7 +310,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
     }
     uint32_t const first_tile = uint32_t(__cvta_generic_to_shared(shared));
     std::conditional_t<kRing, WeightRing<Weights, UNITS, WARPS>, NoRing> ring(first_tile + g.ring, g.ring_slots, p,
-                                                                              strip_begin, strip_count, g.units);
+                                                                              strip_begin, strip_count, atoms);
 
     int const width = strip_count * 16;
     constexpr int kUnroll = Input::kMade ? 1 : 4;
@@ -330,10 +330,13 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 
     wait_for_previous_kernel();
     let_next_kernel_start();
-    if constexpr (Input::kOneRow && Input::kAdds) output.load_residual(p);
     uint32_t const tile = first_tile + warp * Layout::kTileBytes;
     if constexpr (Input::kMade)
-        Input::template make<Layout, WARPS>(input, early, tokens, shared, token_scale, input_shared);
+        Input::template make<Layout, WARPS>(input, early, tokens, shared, token_scale, input_shared,
+                                            [&] {
+                                                ring.fill();
+                                                if constexpr (Input::kOneRow && Input::kAdds) output.load_residual(p);
+                                            });
     else if (threadIdx.x < tokens)
         copy_4_bytes(token_scale + threadIdx.x, p.row_scale + token_begin + threadIdx.x);
 
@@ -369,8 +372,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
 #pragma unroll 1
         for (int strip = 0; strip < strip_count; ++strip) {
             if constexpr (kRing) {
-                bool const first = strip == 0 && unit < WARPS * UNITS;  // is in the registers already
-                ring.next(w, first, p.k / 32 - 2 * unit);
+                if (strip > 0 || unit >= WARPS * UNITS) ring.take(w, atoms - 2 * unit);  // else the first item
             } else if (strip + 1 < strip_count) {
                 aim(strip + 1, unit);
             } else {
@@ -411,9 +413,9 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
         unit = next_unit;
     }
 
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    if constexpr (!Input::kOneRow) asm volatile("cp.async.wait_all;" ::: "memory");
     __syncthreads();
-    auto sum_of = [&](int token, int row) {
+    auto sum_of = [&](int token, unsigned row) {
         return __fmul_rn(float(acc[row / 16 * Layout::kStripSums + token * kAccStride + row % 16]), Weights::kMultiplier);
     };
     if constexpr (Input::kOneRow) {

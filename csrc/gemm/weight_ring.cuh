@@ -15,16 +15,15 @@ class WeightRing {
     static constexpr int kItemBytes = UNITS * Weights::kUnitBytes, kBarrierBytes = 8;
 
    public:
-    static constexpr int kMostSlots = WARPS <= 16 ? 3 : 2;  // of 32 KB, or 64 KB (not timed)
+    static constexpr int kMostSlots = WARPS <= 16 ? 2 : 1;  // 64 KB of a block
 
     /// Of a block, in shared memory from a multiple of 128 on.
     static constexpr int bytes(int slots) { return WARPS * slots * (kItemBytes + kBarrierBytes); }
 
-    /// Asks for the items behind a warp's first one, which has been asked for otherwise: and before, for setting up the barriers
-    /// takes half a microsecond. One slot is left for next(): what a prologue reads waits behind what has been asked for.
+    /// Sets up the barriers, which takes half a microsecond: a warp's first item has been asked for otherwise, and before.
     __device__ __forceinline__ WeightRing(uint32_t shared, int slots, SkinnyProblem const& p, int strip_begin,
-                                          int strip_count, int units)
-        : p_(p), strip_begin_(strip_begin), strip_count_(strip_count), units_(units), slots_(slots), slot_(slots - 1) {
+                                          int strip_count, int atoms)
+        : p_(p), strip_begin_(strip_begin), strip_count_(strip_count), atoms_(atoms), slots_(slots) {
         int const warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0);  // so that the compiler knows: the same in all lanes
         unit_ = warp * UNITS;
         items_ = shared + warp * slots * kItemBytes;
@@ -35,29 +34,29 @@ class WeightRing {
             mbarrier_init_fence();
         }
         __syncwarp();
-#pragma unroll 1
-        for (int slot = 0; slot + 1 < slots; ++slot) request(slot);
     }
 
-    /// The next item, of `atoms` 32-column atoms, and a request for another one. The whole warp calls it.
-    ///
-    /// `first`: the item is in the registers already.
-    __device__ __forceinline__ void next(uint32_t (&w)[UNITS][Weights::kRegisters], bool first, int atoms) {
-        if (!first) {
-            if (++slot_ == slots_) slot_ = 0, parity_ ^= 1;
-            mbarrier_wait(barriers_ + slot_ * kBarrierBytes, parity_);
-            Weights::template load_shared<UNITS>(w, items_ + slot_ * kItemBytes, atoms, threadIdx.x % 32);
-            __syncwarp();  // everybody has read it
-        }
+    /// Asks for the items behind the first one: once what the prologue reads has been asked for, which would wait behind them.
+    __device__ __forceinline__ void fill() {
+#pragma unroll 1
+        for (int slot = 0; slot < slots_; ++slot) request(slot);
+    }
+
+    /// The next item, of `atoms` 32-column atoms, and a request for another one in its place. The whole warp calls it.
+    __device__ __forceinline__ void take(uint32_t (&w)[UNITS][Weights::kRegisters], int atoms) {
+        mbarrier_wait(barriers_ + slot_ * kBarrierBytes, parity_);
+        Weights::template load_shared<UNITS>(w, items_ + slot_ * kItemBytes, atoms, threadIdx.x % 32);
+        __syncwarp();  // everybody has read it
         request(slot_);
+        if (++slot_ == slots_) slot_ = 0, parity_ ^= 1;
     }
 
    private:
     /// Items come in the order of the products: all strips of the block, then the next chunk that is the warp's own.
     __device__ __forceinline__ void request(int slot) {
         if (++strip_ == strip_count_) strip_ = 0, unit_ += WARPS * UNITS;
-        if (unit_ >= units_ || !elect_one()) return;
-        int const bytes = min(2 * UNITS, p_.k / 32 - 2 * unit_) * (Weights::kUnitBytes / 2);
+        if (2 * unit_ >= atoms_ || !elect_one()) return;
+        int const bytes = min(2 * UNITS, atoms_ - 2 * unit_) * (Weights::kUnitBytes / 2);
         char const* const source = Weights::lane_pointer(p_.weight, strip_begin_ + strip_, p_.k, p_.n, 0) +
                                    unit_ * Weights::kUnitBytes;
         mbarrier_expect(barriers_ + slot * kBarrierBytes, bytes);
@@ -65,15 +64,16 @@ class WeightRing {
     }
 
     SkinnyProblem const& p_;
-    int const strip_begin_, strip_count_, units_, slots_;
+    int const strip_begin_, strip_count_, atoms_, slots_;
     uint32_t items_, barriers_;
-    int strip_ = 0, unit_;        // asked for last
-    int slot_, parity_ = 1;       // of the item before: it came from no slot, so as if from the one ahead of the first
+    int strip_ = 0, unit_;         // asked for last
+    int slot_ = 0, parity_ = 0;    // of the next item
 };
 
 /// Where weights come straight from global memory.
 struct NoRing {
     __device__ __forceinline__ NoRing(uint32_t, int, SkinnyProblem const&, int, int, int) {}
+    __device__ __forceinline__ void fill() {}
 };
 
 }  // namespace quarot::skinny

@@ -27,7 +27,7 @@ struct RotatedSilu {
     struct Arguments {
         Element const* gate_up;  ///< [2 * 64 * m], 16-byte aligned
         int m;
-        uint8_t const* signs;  ///< [MP / 8][MP]: bit i of byte (k8, j) is set where H_m[j][8 k8 + i] = -1
+        uint8_t const* signs;  ///< [MP / 8][MP]: bit i of byte (k8, j) is set where H_m[j][8 k8 + i] = -1, none for j >= m
         float norm;            ///< 8 / sqrt(64 m): the constants of H_32 are 1/8
         float clip_over_qmax;
         int bits;
@@ -50,19 +50,22 @@ struct RotatedSilu {
     }
 
     struct Early {
-        uint2 signs;  // eight bytes of the table
+        Element const* gate;  // this lane's first chunk
+        uint2 signs;          // eight bytes of the table
     };
     static_assert(MP % 8 == 0 && MP * MP / 64 <= 512);
 
-    /// Rows of X beyond m meet zeros of the table, but must be finite.
+    /// Rows of X beyond m are zero.
     template <int WARPS>
     static __device__ Early begin(Arguments const& a, int, char* own) {
         static_assert(WARPS == 16);
         uint32_t const x = uint32_t(__cvta_generic_to_shared(own)) + kTableBytes;
         for (int i = threadIdx.x; i < (MP - a.m) * 8; i += WARPS * 32)
             sm90::store_shared(x + a.m * 128 + i * 16, {0, 0, 0, 0});
-        if (threadIdx.x >= MP * MP / 64) return {};
-        return {reinterpret_cast<uint2 const*>(a.signs)[threadIdx.x]};
+        Early early{a.gate_up + threadIdx.x / 4 * 64 + threadIdx.x % 4 * 8, {0, 0}};
+        made_by_now(early.gate);
+        if (threadIdx.x < MP * MP / 64) early.signs = reinterpret_cast<uint2 const*>(a.signs)[threadIdx.x];
+        return early;
     }
 
     /// H_m^T in fp16 from its signs: this thread has rows j .. j + 7 of columns k .. k + 7. Neighbours begin at different
@@ -74,18 +77,18 @@ struct RotatedSilu {
         for (int i = 0; i < 8; ++i) {
             int const part = (i + threadIdx.x) % 8, j = first_j + part;
             unsigned const bits = __byte_perm(signs.x, signs.y, part);  // the byte, and others above it
+            uint32_t const one = j < a.m ? 0x3c003c00u : 0u;  // the outputs beyond m are zero; no bits are set there
             uint32_t w[4];
 #pragma unroll
-            for (int q = 0; q < 4; ++q) {
-                uint32_t const sign = (bits << (15 - 2 * q) & 0x8000u) | (bits << (30 - 2 * q) & 0x80000000u);
-                w[q] = j < a.m && k + 2 * q < a.m ? 0x3c003c00u ^ sign : 0u;  // +-1; m is even
-            }
+            for (int q = 0; q < 4; ++q)
+                w[q] = one ^ (bits << (15 - 2 * q) & 0x8000u) ^ (bits << (30 - 2 * q) & 0x80000000u);
             sm90::store_shared(table + (place + part) * 16, w);
         }
     }
 
-    template <class Layout, int WARPS>
-    static __device__ void make(Arguments const& a, Early const& early, int, char* codes, float* token_scale, char* own) {
+    template <class Layout, int WARPS, class Meanwhile>
+    static __device__ void make(Arguments const& a, Early const& early, int, char* codes, float* token_scale, char* own,
+                                Meanwhile const& meanwhile) {
         __shared__ unsigned peaks[WARPS], product_peaks[WARPS], tops[WARPS];
         int const lane = threadIdx.x % 32, warp = threadIdx.x / 32, w = warp % 4, group = warp / 4;
         int const row_in_tile = lane / 4, c = lane % 4, n = a.m * 64;
@@ -101,7 +104,7 @@ struct RotatedSilu {
             int const tile = warp + round * WARPS, row = 8 * tile + row_in_tile;
             uint32_t const target = copies + tile * (4 * kTile) + lane * 16;
             if (row < a.m) {
-                Element const* const gate = a.gate_up + row * 64 + 8 * c;
+                Element const* const gate = early.gate + round * WARPS * 8 * 64;
                 copy_16_bytes(target, gate);
                 copy_16_bytes(target + kTile, gate + n);
                 copy_16_bytes(target + 2 * kTile, gate + 32);
@@ -109,6 +112,7 @@ struct RotatedSilu {
             }
             asm volatile("cp.async.commit_group;" ::: "memory");
         }
+        meanwhile();
         expand(a, early.signs, table);  // while they are on their way
         __half2 peak = __half2half2(__ushort_as_half(0));
         auto const store_chunks = [&](int row, float const(&p)[2][8]) {
