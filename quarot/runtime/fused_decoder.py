@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, getitem, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -147,6 +147,8 @@ class FusedDecoder:
         self.output = BaseModelOutputWithPast if architecture.experts is None else MoeModelOutputWithPast
         self.session: Any = None  # of quarot.runtime.generate
         self._experts: _Look | None = None
+        self._devices: set[torch.device] = set()
+        self._places_of_codes: list[int] = []
         self.gains = Gains(norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm))
         lists = [module for layer in layers for module in layer.modules() if isinstance(module, ExpertList)]
         experts = [module for one in lists for module in one.modules()]
@@ -159,7 +161,7 @@ class FusedDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or a pickle, of the model starts without the recorded graphs, which belong to this one's memory."""
-        state = vars(self) | {"session": None, "_experts": None}
+        state = vars(self) | {"session": None, "_experts": None, "_places_of_codes": []}
         for name in ("_parameters", "_of_experts", "_biased", "_others"):
             state.pop(name, None)
         return state
@@ -183,10 +185,13 @@ class FusedDecoder:
         return [parameters for parameters in self._parameters if parameters.get("bias") is not None]
 
     @functools.cached_property
-    def _others(self) -> list[dict[str, Tensor | None]]:
-        """Parameters and buffers of every other module: embedding, rotary tables, norms, routers."""
+    def _others(self) -> tuple[list[dict[str, Tensor]], list[str]]:
+        """Where parameters and buffers of every other module are, and their names: embedding, rotary tables, norms,
+        routers."""
         modules = (module for module in self.decoder.modules() if not isinstance(module, QuantLinear))
-        return [tensors for m in modules for tensors in (m._parameters, m._buffers) if tensors]
+        places = [tensors for m in modules for tensors in (m._parameters, m._buffers)]
+        found = [(tensors, name) for tensors in places for name, tensor in tensors.items() if tensor is not None]
+        return [tensors for tensors, _ in found], [name for _, name in found]  # type: ignore[misc]
 
     def _groups(self) -> Iterator[LinearGroup | ExpertStack]:
         return (group for layer in self.layers for group in layer.groups())
@@ -214,8 +219,10 @@ class FusedDecoder:
             return "a module was replaced, added or removed since the model was quantised"
         if not self.gains.are_ones():
             return "an RMSNorm gain is no longer 1"
-        devices = _devices(self._parameters) | look.devices
-        if devices != {self.embed.weight.device}:
+        places = [self.embed.weight.data_ptr(), *map(Tensor.data_ptr, map(itemgetter("qweight"), self._parameters))]  # type: ignore[operator]
+        if places != self._places_of_codes:  # addresses are quicker to compare than devices
+            self._devices, self._places_of_codes = _devices(self._parameters), places
+        if self._devices | look.devices != {self.embed.weight.device}:
             return "the layers are on several devices"
         return None
 
@@ -270,7 +277,7 @@ class FusedDecoder:
         """
         weight: Tensor = self.embed.weight  # type: ignore[assignment]
         biases = map(Tensor.data_ptr, map(itemgetter("bias"), self._biased))
-        others = [tensor.data_ptr() for some in self._others for tensor in some.values() if tensor is not None]
+        others = map(Tensor.data_ptr, map(getitem, *self._others))
         routing = [layer.mlp.routing() for layer in self.layers if isinstance(layer.mlp, FusedExperts)]
         experts = self._look_at_experts().addresses
         kind = weight.dtype, weight.device, self.boundary.gain.are_ones()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,22 +17,28 @@ class Gains:
     """
 
     def __init__(self, norms: Iterable[nn.Module]) -> None:
-        self.norms = list(norms)
-        self._seen: list[tuple[int, int]] | None = None
+        self.norms = [norm for norm in norms if norm._parameters.get("weight") is not None]
+        self._seen: tuple[list[int], list[int]] | None = None
         self._ones = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_seen": None}
+        state = vars(self) | {"_seen": None}
+        state.pop("_parameters", None)
+        return state
+
+    @functools.cached_property
+    def _parameters(self) -> list[dict[str, Tensor]]:
+        return [norm._parameters for norm in self.norms]  # type: ignore[misc]
 
     def are_ones(self) -> bool:
         """Whether every gain is exactly 1."""
-        weights = [weight for norm in self.norms if (weight := norm._parameters.get("weight")) is not None]
-        seen = [(weight.data_ptr(), _writes(weight)) for weight in weights]
+        weights = list(map(itemgetter("weight"), self._parameters))
+        try:
+            writes = list(map(attrgetter("_version"), weights))
+        except RuntimeError:  # made in inference mode: nobody counts
+            writes = []
+        seen = list(map(Tensor.data_ptr, weights)), writes
         if seen != self._seen:
             self._ones = not any(weight.is_meta or bool((weight != 1).any()) for weight in weights)
             self._seen = seen
         return self._ones
-
-
-def _writes(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
