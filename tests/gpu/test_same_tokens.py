@@ -3,7 +3,7 @@
 Everything runs in float32, so that only the order of sums and the fp16 operands of the attention kernel differ. Left to
 themselves the two would drift apart all the same: noise of that size moves some keys and values across a rounding
 boundary, those move the next token's, and after 15 tokens a fifth of SmolLM2's values and a tenth of its keys have
-other codes, and its logits differ by a whole standard deviation (eager fp16 attention does this on a CPU as well). So the
+other codes, and its logits differ by a whole standard deviation (eager fp16 attention does so on a CPU as well). So the
 references follow the kernels twice: they get the tokens that these took, and after each token the pages that these
 wrote. What they would have stored themselves must differ by one step at most, in few places; their logits must be the
 same within ``LIMIT`` of the standard deviation of that position's logits.
