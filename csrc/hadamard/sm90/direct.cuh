@@ -61,13 +61,15 @@ __device__ __forceinline__ void load_5d(std::uint32_t shared, const CUtensorMap&
         : "memory");
 }
 
-__device__ __forceinline__ void store_release(std::uint32_t address, int x) {
-    asm volatile("st.release.cta.shared::cta.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+// A flag in shared memory that one thread raises and others poll: atomic both, so that racecheck sees no race in it.
+__device__ __forceinline__ void raise_flag(std::uint32_t address, int x) {
+    asm volatile("{ .reg .b32 old; atom.release.cta.shared::cta.exch.b32 old, [%0], %1; }" ::"r"(address), "r"(x)
+                 : "memory");
 }
 
-__device__ __forceinline__ int load_acquire(std::uint32_t address) {
+__device__ __forceinline__ int read_flag(std::uint32_t address) {
     int x;
-    asm volatile("ld.acquire.cta.shared::cta.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+    asm volatile("atom.acquire.cta.shared::cta.or.b32 %0, [%1], 0;" : "=r"(x) : "r"(address) : "memory");
     return x;
 }
 
@@ -132,7 +134,7 @@ struct Direct {
             const int row = blockIdx.x + turn * gridDim.x;
             if (row >= a.rows) return;
             mbarrier_expect(full + 8 * slot, 2 * a.n);
-            store_release(turns + 4 * slot, turn);
+            raise_flag(turns + 4 * slot, turn);
 #pragma unroll
             for (int h = 0; h < S::T; ++h)
                 load_5d(x_first + slot * S::kXBytes + h * S::kTileBytes, map, 0, h, 0, half, row, full + 8 * slot);
@@ -140,7 +142,9 @@ struct Direct {
         // The parity alone would not do: where another group is late with the row that lies there, a slot may be two
         // phases back.
         const auto wait = [&](int turn, int slot, int phase) {
-            while (load_acquire(turns + 4 * slot) != turn) {}
+            if (elect_one())
+                while (read_flag(turns + 4 * slot) != turn) {}
+            __syncwarp();
             mbarrier_wait(full + 8 * slot, phase);
         };
         if (threadIdx.x == 0)

@@ -1,3 +1,4 @@
+// spills: two words a row, around the poll of a flag
 #include "hadamard/sm90/direct.cuh"
 
 namespace quarot::sm90 {
