@@ -39,6 +39,17 @@ __device__ __forceinline__ void store_remote(std::uint32_t address, std::uint32_
 #endif
 }
 
+// The same with 16 bytes.
+__device__ __forceinline__ void store_remote(std::uint32_t address, std::uint32_t mbarrier, int rank, uint4 x) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "{\n.reg .b32 data, count;\nmapa.shared::cluster.u32 data, %0, %2;\nmapa.shared::cluster.u32 count, %1, %2;\n"
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [data], {%3, %4, %5, %6}, [count];\n}" ::"r"(address),
+        "r"(mbarrier), "r"(rank), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+        : "memory");
+#endif
+}
+
 // One arrival at an mbarrier of this CTA that awaits `bytes` by store_remote.
 __device__ __forceinline__ void expect_remote(std::uint32_t mbarrier, int bytes) {
 #if __CUDA_ARCH__ >= 900

@@ -48,15 +48,19 @@ constexpr WideTile kWideTiles[] = {
     {8, 128, 256, 1, 1, 1, kAny, 2.30, 0.00, 22.00, 0.00, 0.00, 0.00, 65},
 };
 
-/// A tile of the ring kernel, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K / 4096) + for
-/// each strip of 64 channels that the block with the most of them has in all `strip_depth` * (K / 4096). As fitted above.
+/// A tile of the ring kernel, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K of a block /
+/// 4096) + for each strip of 64 channels that the block with the most of them has in all `strip_depth` * (K / 4096). As
+/// fitted above.
 struct RingTile {
     int channels, tokens;
     double fixed, wave, wave_depth, strip_depth;
+    int peers = 1;  ///< blocks that share the K of a tile; all of them have to run at once
 };
 
 constexpr int kMostRingTokens = 1024;  // above, it takes as long as CUTLASS's tiles in turns and was not timed sustained
 constexpr RingTile kRingTiles[] = {
+    {64, 32, 0.28, 1.09, 1.86, 1.86},    {128, 32, 0.00, 1.88, 1.39, 2.83},   {192, 32, 0.00, 1.92, 1.07, 3.25},
+    {64, 32, 1.32, 1.32, 4.14, 0.00, 2}, {64, 64, 2.04, 1.02, 4.42, 0.00, 2},  // from 17 tokens on
     {64, 64, 1.27, 1.02, 3.57, 0.00},  {128, 64, 1.60, 0.96, 2.44, 1.79},  {192, 64, 1.71, 0.86, 2.45, 1.96},
     {320, 64, 2.17, 0.53, 2.88, 2.17}, {384, 64, 1.88, 0.80, 3.90, 2.07},  {64, 128, 1.49, 0.72, 5.55, 0.00},
     {128, 128, 1.57, 0.44, 0.98, 5.06}, {192, 128, 1.78, 0.34, 1.15, 5.09},
@@ -79,21 +83,31 @@ double predicted(GemmSize const& s, WideTile const& t, int parts) {
 double predicted(GemmSize const& s, RingTile const& t) {
     // The copy engine is slow at rows that do not exist: no 128 tokens where 64 are enough at the end, and make a difference.
     if (s.m > kMostRingTokens || (t.tokens == 128 && s.m <= 512 && (s.m - 1) % 128 < 64)) return kNever;
+    if ((t.tokens == 32) != (s.m <= 32)) return kNever;
     sm90::RingGrid const grid = sm90::ring_grid(s.m, s.n, t.channels, t.tokens, s.sm_count);
     if (grid.waves > 7) return kNever;  // CUTLASS's tiles hide their epilogues
+    int const blocks = t.peers * grid.channel_tiles * grid.token_tiles;
+    if (t.peers > 1 && (blocks > s.sm_count || s.k < 128 * t.peers)) return kNever;
     int strips = 0;                     // of the first block
     for (int wave = 0; wave < grid.waves; ++wave) {
         int const channel_tile = wave * s.sm_count / grid.token_tiles;
         if (channel_tile < grid.channel_tiles) strips += grid.strips_of(channel_tile);
     }
-    return t.fixed + grid.waves * t.wave + (grid.waves * t.wave_depth + strips * t.strip_depth) * s.k / 4096;
+    double const depth = grid.waves * t.wave_depth / t.peers + strips * t.strip_depth;
+    return t.fixed + grid.waves * t.wave + depth * s.k / 4096;
+}
+
+/// The few-token kernel for 17 to 32 tokens, likewise: for each strip of 16 channels that a block has.
+double predicted_skinny(GemmSize const& s) {
+    return 3.12 + 1.19 * ceil_div(ceil_div(s.n, 16), s.sm_count) * s.k / 4096;
 }
 
 GemmChoice wide_choice(GemmSize const& s) {
-    GemmChoice best{GemmKernel::kWide, 128, 256};
-    double least = kNever;
+    bool const few = s.m <= 32;
+    GemmChoice best = few ? skinny_choice(s) : GemmChoice{GemmKernel::kWide, 128, 256};
+    double least = few ? predicted_skinny(s) : kNever;
     for (WideTile const& t : kWideTiles) {
-        if (s.m > t.most_tokens || s.m < t.least_tokens || s.int4_weight != (t.weight_bits == 4)) continue;
+        if (few || s.m > t.most_tokens || s.m < t.least_tokens || s.int4_weight != (t.weight_bits == 4)) continue;
         for (int parts = t.least_parts; parts <= t.most_parts; ++parts) {
             double const us = predicted(s, t, parts);
             if (us >= least) continue;
@@ -106,7 +120,7 @@ GemmChoice wide_choice(GemmSize const& s) {
         double const us = s.int4_weight ? predicted(s, t) : kNever;
         if (us >= least) continue;
         least = us;
-        best = {GemmKernel::kRing, t.channels, t.tokens};
+        best = {GemmKernel::kRing, t.channels, t.tokens, t.peers > 1 ? t.peers : 0};
     }
     return best;
 }
@@ -159,7 +173,7 @@ GemmChoice choose_gemm(GemmSize const& s) {
         return {GemmKernel::kInt4Cores, 128, fills ? 256 : 128};
     }
     // The CUTLASS kernels write 16-bit rows of 16-byte multiples.
-    if (s.m <= 32) return skinny_choice(s);
+    if (s.m <= 16 || (s.m <= 32 && !s.int4_weight)) return skinny_choice(s);
     if (s.capability != 90 || s.float32_out || !s.vector_rows)
         return tile_serves ? GemmChoice{GemmKernel::kTile} : skinny_choice(s);
     return wide_choice(s);

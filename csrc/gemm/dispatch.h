@@ -11,7 +11,7 @@ enum class GemmKernel : int {
     kTile = 4,       ///< mma.sync for many tokens, int4 tiles, any architecture, group scales (multiples of 64) or none
     kSplit = 5,      ///< kWide with K cut among blocks; a = channels, b = tokens of the tile, c = parts of K
     kWideGroups = 6,  ///< sm_90a, int4 tiles, group scales (multiples of 64); a = channels, b = tokens
-    kRing = 7,  ///< sm_90a, int4 tiles, a scale a channel, no CUTLASS; a = channels, b = tokens of the tile
+    kRing = 7,  ///< as kWide for int4 tiles without CUTLASS; a, b likewise, c = blocks that share the K of a tile (0: one)
 };
 
 struct GemmChoice {

@@ -108,7 +108,7 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
         case GemmKernel::kRing: {
             Device const& device = current_device();
             if (!sixteen_bit || !vector_rows || !int4 || device.capability != 90) return cudaErrorInvalidValue;
-            return sm90::w4a8_ring(hopper_problem(call, device.multiprocessors), choice.a, choice.b);
+            return sm90::w4a8_ring(hopper_problem(call, device.multiprocessors), choice.a, choice.b, choice.c);
         }
         case GemmKernel::kWideGroups: {
             Device const& device = current_device();

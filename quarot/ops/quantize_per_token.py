@@ -94,14 +94,14 @@ def empty_codes(
     return codes, like.new_empty((rows,), dtype=torch.float32)
 
 
-_ROW_ALIGNMENT, _FEW_ROWS = 128, 32
+_ROW_ALIGNMENT, _FEW_ROWS = 128, 16
 
 
 def code_buffers(rows: int, k: int, packed: bool, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What a kernel fills: :func:`empty_codes`, with memory behind the last row up to a multiple of 128 of them.
 
     The GEMM reads tokens by tiles. The copy engine fills rows that are not there with zeros, more slowly than it
-    copies, so it is given rows of anything (``csrc/gemm/NOTES.md``). Few tokens (decode) are not read by tiles.
+    copies, so it is given rows of anything (``csrc/gemm/NOTES.md``). Up to 16 tokens are not read by tiles.
     """
     more = -rows % _ROW_ALIGNMENT if rows > _FEW_ROWS else 0
     codes, scale = empty_codes(rows + more, k, packed, like)

@@ -27,7 +27,11 @@ TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 257, 513]
 SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 16, 1), (0, 32, 8, 1)]
 WIDE = [(1, 128, 256, 0), (1, 128, 128, 0)]
 SPLIT = [(5, 64, 64, parts) for parts in (1, 2, 3, 4)]  # parts of K
-RING = [(7, 64 * strips, 64, 0) for strips in (1, 2, 3, 5, 6)] + [(7, 64 * strips, 128, 0) for strips in (1, 2, 3)]
+RING = [
+    *((7, 64 * strips, tokens, 0) for tokens in (32, 64, 128) for strips in (1, 2, 3)),
+    *((7, 64 * strips, 64, 0) for strips in (5, 6)),
+]
+RING_PAIRS = [(7, 64, 32, 2), (7, 64, 64, 2)]  # two blocks share the K of a tile
 TILE = [(4, 0, 0, 0)]
 WIDE_GROUPS = [(6, 128, 128, 0), (6, 64, 128, 0), (6, 64, 64, 0), (6, 64, 32, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
@@ -51,6 +55,12 @@ def problem(m, n, k, *, low=-8, high=8, w_low=-8, w_high=8, groups=0, seed=0):
     weight_scale.copy_(torch.rand(shape, generator=generator, device="cuda") * 0.01)
     bias = torch.randn(n, generator=generator, device="cuda")
     return codes, row_scale, weight, weight_scale, bias
+
+
+def pairs(m, n, k):
+    """Those of RING_PAIRS that serve the size: both blocks of every tile run at once, each with a chunk of K."""
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    return [t for t in RING_PAIRS if k > 128 and 2 * -(-n // t[1]) * -(-m // t[2]) <= processors]
 
 
 def exact(codes, row_scale, weight, weight_scale, bias, dtype):
@@ -114,7 +124,7 @@ def test_every_kernel(m, n, k):
     for dtype in (torch.float16, torch.bfloat16):
         want = exact(codes, row_scale, weight, weight_scale, bias, dtype)
         split, split_int8 = ([t for t in every if k % (32 * t[3]) == 0] for every in (SPLIT, SPLIT_INT8))
-        for tactic in SKINNY + WIDE + split + RING + TILE:
+        for tactic in SKINNY + WIDE + split + RING + pairs(m, n, k) + TILE:
             got = gemm_launch.launch(
                 codes, row_scale, qweight, weight_scale, bias, dtype, weight_format=0, tactic=tactic
             )
@@ -137,6 +147,10 @@ def test_every_kernel(m, n, k):
         (900, 10000, 96),
         (256, 28672, 416),
         (2000, 4100, 352),
+        (64, 4096, 11008),
+        (33, 1000, 288),
+        (16, 4096, 160),
+        (5, 72, 4128),
     ],
 )
 def test_ring_with_every_kind_of_end(m, n, k):
@@ -145,7 +159,7 @@ def test_ring_with_every_kind_of_end(m, n, k):
     qweight = pack_int4_tiles(weight)
     for dtype, b in ((torch.float16, bias), (torch.bfloat16, None)):
         want = exact(codes, row_scale, weight, weight_scale, b, dtype)
-        for tactic in RING:
+        for tactic in RING + pairs(m, n, k):
             poison = torch.full((m, -(-n // 8) * 8), float("nan"), dtype=dtype, device="cuda")
             del poison  # the output is allocated where it was
             got = gemm_launch.launch(codes, row_scale, qweight, weight_scale, b, dtype, weight_format=0, tactic=tactic)

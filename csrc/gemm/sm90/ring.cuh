@@ -7,6 +7,8 @@
 //   kStages, kAlignment          of the ring; the base in shared memory is aligned by hand
 //   kCodeBytes, kWeightBytes     of a stage: codes [tokens][chunk], weights [channels / 16][chunk / 32][256]
 //   kCodes, kWeights, kBarriers  where they begin; two barriers a stage, full and empty
+//   kPeers                       blocks that share the K of a tile
+//   kOutTokens                   of a tile that one of them stores
 #pragma once
 
 #include "device/async_copy.cuh"
@@ -51,6 +53,18 @@ __device__ __forceinline__ Tile tile_at(RingProblem const& p, int index) {
     int const tile = inside / width, least = p.strips / p.channel_tiles, larger = p.strips % p.channel_tiles;
     return {(tile * least + min(tile, larger)) * 64, (group * p.token_group + inside % width) * R::kTokens,
             least + (tile < larger)};
+}
+
+/// What this block takes: every `step`th tile from `first` on, and of each the chunks [begin, end).
+struct BlockShare {
+    int first, step, begin, end;
+};
+template <class R>
+__device__ __forceinline__ BlockShare block_share(RingProblem const& p) {
+    if constexpr (R::kPeers == 1) return {int(blockIdx.x), int(gridDim.x), 0, p.chunks};
+    int const peer = blockIdx.x % R::kPeers;
+    return {int(blockIdx.x) / R::kPeers, int(gridDim.x) / R::kPeers, p.chunks * peer / R::kPeers,
+            p.chunks * (peer + 1) / R::kPeers};
 }
 
 /// Where a warp is in the ring.
@@ -101,9 +115,10 @@ __device__ __forceinline__ void produce_weights(uint32_t base, RingProblem const
     if (leader) prefetch_map(map);
     int const tiles = p.channel_tiles * p.token_tiles;
     Position<R> at;
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    BlockShare const share = block_share<R>(p);
+    for (int index = share.first; index < tiles; index += share.step) {
         Tile const tile = tile_at<R>(p, index);
-        for (int chunk = 0; chunk < p.chunks; ++chunk, at.advance()) {
+        for (int chunk = share.begin; chunk < share.end; ++chunk, at.advance()) {
             mbarrier_wait(empty_barrier<R>(base, at.stage), at.parity ^ 1);
             if (leader) {
                 mbarrier_expect(full_barrier<R>(base, at.stage), p.box_strips * 32 * R::kChunk);
@@ -123,9 +138,10 @@ __device__ __forceinline__ void produce_codes(uint32_t base, RingProblem const& 
     int const tiles = p.channel_tiles * p.token_tiles;
     pdl_wait();
     Position<R> at;
-    for (int index = blockIdx.x; index < tiles; index += gridDim.x) {
+    BlockShare const share = block_share<R>(p);
+    for (int index = share.first; index < tiles; index += share.step) {
         Tile const tile = tile_at<R>(p, index);
-        for (int chunk = 0; chunk < p.chunks; ++chunk, at.advance()) {
+        for (int chunk = share.begin; chunk < share.end; ++chunk, at.advance()) {
             mbarrier_wait(empty_barrier<R>(base, at.stage), at.parity ^ 1);
             if (leader) {
                 mbarrier_expect(full_barrier<R>(base, at.stage), R::kCodeBytes);
@@ -246,7 +262,7 @@ cudaError_t describe(GemmProblem const& p, RingGrid const& grid, RingMaps& maps,
                             CU_TENSOR_MAP_SWIZZLE_NONE);
     if (error != cudaSuccess) return error;
     return make_tensor_map(maps.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.out,
-                           {{uint64_t(p.n), 0, 64}, {uint64_t(p.m), uint64_t(p.ldd) * 2, R::kTokens}},
+                           {{uint64_t(p.n), 0, 64}, {uint64_t(p.m), uint64_t(p.ldd) * 2, R::kOutTokens}},
                            CU_TENSOR_MAP_SWIZZLE_128B);
 }
 

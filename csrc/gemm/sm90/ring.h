@@ -26,7 +26,7 @@ constexpr RingGrid ring_grid(int m, int n, int channels, int tokens, int sm_coun
     return {strips, std::clamp(waves * sm_count / token_tiles, fewest, strips), token_tiles, waves};
 }
 
-/// Needs no workspace. `channels` x `tokens` is one of the tiles in w4a8_ring.cu.
-cudaError_t w4a8_ring(GemmProblem const& problem, int channels, int tokens);
+/// Needs no workspace. `channels` x `tokens` is one of the tiles in w4a8_ring.cu, whose K `peers` blocks share (0 as 1).
+cudaError_t w4a8_ring(GemmProblem const& problem, int channels, int tokens, int peers);
 
 }  // namespace quarot::sm90

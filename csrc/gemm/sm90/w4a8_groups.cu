@@ -24,6 +24,7 @@ struct Problem : RingProblem {
 template <int CHUNK, int TOKENS, int CONSUMERS>
 struct Ring {
     static constexpr int kChunk = CHUNK, kTokens = TOKENS, kChannels = 64 * CONSUMERS, kThreads = 128 * (1 + CONSUMERS);
+    static constexpr int kPeers = 1, kOutTokens = TOKENS;
     static constexpr int kCodeBytes = TOKENS * CHUNK, kWeightBytes = kChannels * CHUNK / 2;
     static constexpr int kScaleBytes = kChannels * 4, kOutBytes = TOKENS * 128;
     static constexpr int kBlocks = CONSUMERS > 1 || TOKENS > 64 ? 1 : TOKENS > 32 ? 2 : 3;  // of an SM

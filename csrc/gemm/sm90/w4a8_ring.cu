@@ -1,10 +1,11 @@
 // Packed int4 weights with a scale a channel x int8 activations: wgmma into int32 sums over all of K.
 //
-// A block computes up to 64 * STRIPS channels x TOKENS tokens at a time. Two producer warps keep a ring of chunks of K in
-// shared memory; a strip of 64 channels has one consumer warpgroup, or PARTS of them that take the chunks in turn
-// (NOTES.md, "Ring").
+// A block computes up to 64 * STRIPS channels x TOKENS tokens at a time, or half of their K where two (PEERS) share it. Two
+// producer warps keep a ring of chunks of K in shared memory; a strip of 64 channels has one consumer warpgroup, or PARTS
+// of them that take the chunks in turn (NOTES.md, "Ring").
 #include "gemm/sm90/ring.h"
 
+#include "device/cluster.cuh"
 #include "gemm/sm90/ring.cuh"
 #include "gemm/sm90/wgmma.cuh"
 
@@ -14,29 +15,35 @@ namespace quarot::sm90 {
 namespace {
 
 /// Shared memory beside the ring, for each strip: an output [TOKENS][64] of 16 bits, the tokens' scales, and with PARTS
-/// the sums of one part. GROUP: steps of 32 columns whose products are issued together.
-template <int TOKENS, int STRIPS, int PARTS, int GROUP>
+/// the sums of one part. GROUP: steps of 32 columns whose products are issued together. PEERS: blocks, a cluster.
+template <int TOKENS, int STRIPS, int PARTS, int GROUP, int PEERS = 1>
 struct Ring {
     static constexpr int kTokens = TOKENS, kStrips = STRIPS, kParts = PARTS, kGroup = GROUP, kChunk = 128;
+    static constexpr int kPeers = PEERS, kOutTokens = TOKENS / PEERS;
     static constexpr int kChannels = 64 * STRIPS, kConsumers = STRIPS * PARTS, kThreads = 128 * (1 + kConsumers);
     static constexpr int kCodeBytes = TOKENS * kChunk, kWeightBytes = kChannels * kChunk / 2;
     static constexpr int kOutBytes = TOKENS * 128, kScaleBytes = TOKENS * 4, kSumBytes = PARTS > 1 ? TOKENS * 256 : 0;
-    static constexpr int kBudget = 227 * 1024, kAlignment = 1024;
-    static constexpr int kBesides = STRIPS * (kOutBytes + kScaleBytes + kSumBytes) + kAlignment;
+    // The tiles of decode steps leave shared memory and registers for the small kernels before and behind them.
+    static constexpr bool kShares = TOKENS <= 64 && STRIPS <= 5;
+    static constexpr int kBudget = (kShares ? 211 : 227) * 1024, kAlignment = 1024;
+    static constexpr int kPeerBytes = PEERS > 1 ? kOutTokens * 256 + 16 : 0;  // sums of the other block, and a barrier
+    static constexpr int kBesides = STRIPS * (kOutBytes + kScaleBytes + kSumBytes) + kPeerBytes + kAlignment;
     static constexpr int kStageBytes = kCodeBytes + kWeightBytes + 16;
     static constexpr int kStages = std::min(16, (kBudget - kBesides) / kStageBytes / PARTS * PARTS);
     static constexpr int kCodes = 0, kOut = kStages * kCodeBytes, kWeights = kOut + STRIPS * kOutBytes;
     static constexpr int kSums = kWeights + kStages * kWeightBytes, kScales = kSums + STRIPS * kSumBytes;
-    static constexpr int kBarriers = kScales + STRIPS * kScaleBytes;
+    static constexpr int kPeer = kScales + STRIPS * kScaleBytes, kBarriers = kPeer + kPeerBytes;
     static constexpr int kBytes = kBarriers + kStages * 16 + kAlignment;  // the base is aligned by hand
     // Registers of a thread: what the block is launched with is dealt out anew.
-    static constexpr int kPool = 65536 / kThreads / 8 * 8 * (1 + kConsumers), kProducerRegisters = 24;
+    static constexpr int kBound = !kShares ? kThreads : kThreads <= 640 ? 640 : 896;  // of launch: few registers each
+    static constexpr int kPool = 65536 / kBound / 8 * 8 * (1 + kConsumers), kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = std::min(240, (kPool - kProducerRegisters) / kConsumers / 8 * 8);
     static_assert(kBytes <= kBudget && kStages >= 4, "a ring that hides the latency of L2");
+    static_assert(PEERS == 1 || (PEERS == 2 && STRIPS == 1 && kOutTokens % 16 == 0), "what the meeting is written for");
 };
 
 template <class R>
-__global__ void __launch_bounds__(R::kThreads, 1)
+__global__ void __launch_bounds__(R::kBound, 1)
     ring_kernel(__grid_constant__ CUtensorMap const codes_map, __grid_constant__ CUtensorMap const weight_map,
                 __grid_constant__ CUtensorMap const out_map, RingProblem const p) {
     constexpr int kSteps = R::kChunk / 32, kGroup = R::kGroup, kSums = R::kTokens / 2;
@@ -45,12 +52,21 @@ __global__ void __launch_bounds__(R::kThreads, 1)
     // A shuffle tells the compiler that the whole warp takes the same branch.
     int const warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     int const warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
+    uint32_t const from_peer = base + R::kPeer, peer_barrier = from_peer + R::kOutTokens * 256;
+    if constexpr (R::kPeers > 1) {
+        if (threadIdx.x == 0) {
+            mbarrier_init(peer_barrier, 1);
+            fence_mbarrier_init();
+        }
+        cluster_arrive_relaxed();
+    }
     init_ring<R>(base, 2, 128 * R::kStrips);  // full: weights and codes; empty: the threads of a part
 
     if (warpgroup == 0) {
         if (R::kConsumers > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R::kProducerRegisters));
         if (warp == 0) produce_weights<R>(base, p, weight_map);
         if (warp == 1) produce_codes<R>(base, p, codes_map);
+        if constexpr (R::kPeers > 1) cluster_wait();
         return;
     }
 
@@ -75,10 +91,11 @@ __global__ void __launch_bounds__(R::kThreads, 1)
     };
     int next = part, end = 0;  // chunks since the beginning: the next one of this part, the end of the tile
     bool owed = false;         // the other part has not said yet that it took the sums
-    for (int index = blockIdx.x; index < p.channel_tiles * p.token_tiles; index += gridDim.x) {
+    BlockShare const share = block_share<R>(p);
+    for (int index = share.first; index < p.channel_tiles * p.token_tiles; index += share.step) {
         Tile const tile = tile_at<R>(p, index);
-        end += p.chunks;
-        int const count = R::kParts == 1 ? p.chunks : max(0, (end - next + R::kParts - 1) / R::kParts);
+        end += share.end - share.begin;
+        int const count = R::kParts == 1 ? share.end - share.begin : max(0, (end - next + R::kParts - 1) / R::kParts);
         next += count * R::kParts;
         if (consumer >= tile.strips) {
             for (int i = 0; i < count; ++i, at.advance(R::kParts)) {
@@ -175,13 +192,39 @@ __global__ void __launch_bounds__(R::kThreads, 1)
             }
             named_arrive(taken, 256);
         }
+        int first_token = 0;  // of those that this block stores
+        if constexpr (R::kPeers > 1) {
+            // Each of the two keeps the sums of half of the tokens and sends the other half.
+            constexpr int kHalf = kSums / 2;
+            int const peer = blockIdx.x % 2;
+            if (thread == 0) expect_remote(peer_barrier, R::kOutTokens * 256);
+            cluster_wait();  // the other block has started: its shared memory may be written
+#pragma unroll
+            for (int i = 0; i < kHalf; ++i) {
+                uint32_t const low = acc[i], high = acc[kHalf + i];
+                acc[i] = peer ? high : low, acc[kHalf + i] = peer ? low : high;
+            }
+#pragma unroll
+            for (int i = 0; i < kHalf; i += 4)
+                store_remote(from_peer + thread * 16 + i * 512, peer_barrier, peer ^ 1,
+                             make_uint4(acc[kHalf + i], acc[kHalf + i + 1], acc[kHalf + i + 2], acc[kHalf + i + 3]));
+            wait_remote(peer_barrier);
+#pragma unroll
+            for (int i = 0; i < kHalf; i += 4) {
+                uint32_t other[4];
+                load_shared_16(other, from_peer + thread * 16 + i * 512);
+#pragma unroll
+                for (int j = 0; j < 4; ++j) acc[i + j] += other[j];
+            }
+            first_token = peer * R::kOutTokens;
+        }
         if (thread < R::kTokens)
             asm volatile("st.shared.f32 [%0], %1;" ::"r"(token_scales + thread * 4), "f"(token_scale) : "memory");
         auto const scales = [&](int j) {
             float2 both;
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
                          : "=f"(both.x), "=f"(both.y)
-                         : "r"(token_scales + j * 32 + lane % 4 * 8)
+                         : "r"(token_scales + first_token * 4 + j * 32 + lane % 4 * 8)
                          : "memory");
             return both;
         };
@@ -192,31 +235,46 @@ __global__ void __launch_bounds__(R::kThreads, 1)
             };
             return float2{one(acc[4 * j + 2 * high], of_tokens.x), one(acc[4 * j + 2 * high + 1], of_tokens.y)};
         };
-        store_tile<R::kTokens>(out_map, out, tile.channel + consumer * 64, tile.token, stored, p.bf16, scales, value);
+        store_tile<R::kOutTokens>(out_map, out, tile.channel + consumer * 64, tile.token + first_token, stored, p.bf16,
+                                  scales, value);
     }
+    if constexpr (R::kPeers > 1)
+        if (part != 0) cluster_wait();
     if (owed) named_barrier(taken, 256);
     finish_stores();
 }
 
-template <int TOKENS, int STRIPS, int PARTS, int GROUP>
+template <int TOKENS, int STRIPS, int PARTS, int GROUP, int PEERS = 1>
 cudaError_t run(GemmProblem const& p) {
-    using R = Ring<TOKENS, STRIPS, PARTS, GROUP>;
+    using R = Ring<TOKENS, STRIPS, PARTS, GROUP, PEERS>;
     static_assert(TOKENS <= 128);  // a thread has the scale of one
     RingMaps maps;
     RingProblem problem;
     RingGrid const grid = ring_grid(p.m, p.n, R::kChannels, TOKENS, p.sm_count);
     cudaError_t const error = describe<R>(p, grid, maps, problem);
     if (error != cudaSuccess) return error;
-    int const blocks = std::min(p.sm_count, grid.channel_tiles * grid.token_tiles);
-    return launch(ring_kernel<R>, dim3(blocks), dim3(R::kThreads), R::kBytes, p.stream, maps.codes, maps.weight, maps.out,
-                  problem);
+    int const tiles = grid.channel_tiles * grid.token_tiles;
+    if (PEERS > 1 && (PEERS * tiles > p.sm_count || problem.chunks < PEERS)) return cudaErrorInvalidValue;  // meet once
+    int const blocks = std::min(p.sm_count, PEERS * tiles);
+    return launch(ring_kernel<R>, Grid{dim3(blocks), PEERS}, dim3(R::kThreads), R::kBytes, p.stream, maps.codes,
+                  maps.weight, maps.out, problem);
 }
 
 }  // namespace
 
-cudaError_t w4a8_ring(GemmProblem const& p, int channels, int tokens) {
+cudaError_t w4a8_ring(GemmProblem const& p, int channels, int tokens, int peers) {
     if (p.ldd % 8 != 0 || p.k % 32 != 0) return cudaErrorInvalidValue;
-    // 64 tokens keep a warpgroup busy for half as long, so more products are prepared at once, as registers allow.
+    if (peers > 1) {
+        if (peers != 2 || channels != 64) return cudaErrorInvalidValue;
+        if (tokens == 32) return run<32, 1, 2, 4, 2>(p);
+        return tokens == 64 ? run<64, 1, 2, 4, 2>(p) : cudaErrorInvalidValue;
+    }
+    // Few tokens keep a warpgroup busy for less long, so more products are prepared at once, as registers allow.
+    if (tokens == 32) switch (channels) {
+            case 64: return run<32, 1, 2, 4>(p);
+            case 128: return run<32, 2, 1, 4>(p);
+            case 192: return run<32, 3, 1, 4>(p);
+        }
     if (tokens == 64) switch (channels) {
             case 64: return run<64, 1, 2, 4>(p);
             case 128: return run<64, 2, 1, 4>(p);
