@@ -15,6 +15,7 @@ constexpr int kMaxSplits = 32;        // pieces of a sequence: more make the mer
 // costs one its fixed time; halves where small ones share an SM and hide it (1 x 32k + 15 x 2k: 34.5 us with 50, 30.5 with
 // 100; 64 uniform 1..8k: 100 and 109).
 constexpr int kMixedPercentLarge = 100, kMixedPercentSmall = 50;
+constexpr int kMaskedTokens = 4096;  // capacity of a sequence up to which every stage takes the instructions that mask
 constexpr int kMaxCluster = 8;    // what every GPU with clusters takes
 constexpr int kClusterCtas = 3;   // of an SM at most
 constexpr int kClusterTokens = 192;  // a column that a sequence can have: beyond, the work list is as fast or faster
@@ -146,6 +147,7 @@ cudaError_t decode_attention(const DecodeShape& s, const DecodePlan& plan, Decod
     params.page_shift = log2_or_minus_one(params.page_blocks);
     params.tiles = plan.tiles, params.max_splits = plan.max_splits, params.cta_slots = plan.cta_slots;
     params.ring_stages = plan.ring_stages, params.mixed_piece = 0.01f * plan.mixed_percent;
+    params.always_masks = s.max_tokens <= kMaskedTokens;
     if (plan.ring_stages == 0) return launch_generic_decode(s.format, plan.grid, params, stream);
     const DecodeVariant* v = find_variant(s.format, s.dtype);
     if (!v) return cudaErrorInvalidValue;

@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
     const Ring ring(my_ring, mbarriers + warp * stages, stages, C::kStageBytes, lane);
     constexpr int kIdStages = 32 >> C::kBlocksLog2;  // whose page ids a warp holds
     unsigned parities = 0;  // bit = parity the next wait on that slot looks for
+    const SeenLengths seen(p, lane);
 
     for (int k = 0;; ++k) {
         Work work = find_work(p, item_index(k), C::kStageTokens, lane);
@@ -76,8 +77,7 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
             while (issued < stages) issue_next(issued);  // as looked up before: what follows only confirms it
             load_my_query();
             const int ids_now = load_page_ids(p, work, C::kBlocksLog2, 0, warp, warps, lane);
-            const bool same = p.batch == 1 && load_length(p, 0) == work.length;
-            const Work now = same ? work : find_work(p, item_index(0), C::kStageTokens, lane);
+            const Work now = seen.still_hold(p, lane) ? work : find_work(p, item_index(0), C::kStageTokens, lane);
             if (__any_sync(kFullWarp, !(now == work) || ids_now != ids)) {
                 const int filled = max(0, min(issued, (work.last - stage_of(0) + warps - 1) / warps));
                 for (int i = 0; i < filled; ++i) ring.wait_all(i, 0);
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(C::kRegisterThreads, 1) decode_kernel(const __
             parities ^= 1u << slot;
             const std::uint8_t* buffer = my_ring + slot * C::kStageBytes;
             const int base_token = stage * C::kStageTokens;
-            if (limits.all_see(base_token, C::kStageTokens)) {
+            if (!p.always_masks && limits.all_see(base_token, C::kStageTokens)) {
                 attend_stage<C, false>(buffer, C::kBlocks, base_token, work.length, limits, query, query_sum,
                                        p.scale_log2, state, lane);
             } else {

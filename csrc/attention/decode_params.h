@@ -34,6 +34,7 @@ struct DecodeParams {
     int window;      // > 0: every query sees its last `window` keys only
     int rotate_order, rotate_pow2;  // R3 on the queries, 0 = none
     int ring_stages;                // of every warp's private ring
+    bool always_masks;              // one body of instructions for all stages: less to fetch where sequences are short
     int cluster;                    // decode_cluster.cuh: CTAs of a cluster, which is a column
     int slice_shift;                // log2 of the mmas (16 dims) that one of them adds up
     float scale_log2;               // score scale * log2(e)

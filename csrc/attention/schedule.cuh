@@ -46,6 +46,22 @@ __device__ __forceinline__ int load_length(const DecodeParams& p, int row) {
     return min(max(length, 0), p.max_pages * p.page_blocks * 16);
 }
 
+// What a warp has seen of the lengths, to tell whether the list of work still holds: one trip to memory, where find_work
+// takes two and some 150 instructions. Of larger batches it cannot tell.
+struct SeenLengths {
+    static constexpr int kMost = 64;
+    int first, second;  // of rows lane and lane + 32
+
+    __device__ __forceinline__ SeenLengths(const DecodeParams& p, int lane)
+        : first(lane < p.batch ? load_length(p, lane) : 0), second(lane + 32 < p.batch ? load_length(p, lane + 32) : 0) {}
+
+    __device__ __forceinline__ bool still_hold(const DecodeParams& p, int lane) const {
+        if (p.batch > kMost) return false;
+        const SeenLengths now(p, lane);
+        return __all_sync(kFullWarp, now.first == first && now.second == second);
+    }
+};
+
 __device__ __forceinline__ int first_stage(const DecodeParams& p, int length, int stage_tokens) {
     return p.window > 0 ? max(0, length - p.tokens + 1 - p.window) / stage_tokens : 0;
 }

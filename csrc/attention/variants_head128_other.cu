@@ -1,4 +1,5 @@
 // head_dim 128 at the other widths, one group a head, and the raw 16-bit pools.
+// spills: two words of K4 V2, at the edge of the 168 registers that 12 warps an SM leave.
 #include "attention/make_variant.cuh"
 
 namespace quarot {

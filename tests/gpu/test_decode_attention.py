@@ -373,6 +373,33 @@ def test_append_then_attend_in_one_graph(tuning: tuple[int, ...]) -> None:
         torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("batch", [2, 64, 70])
+def test_lengths_from_the_kernel_before(batch: int) -> None:
+    """It starts the kernel early and writes the lengths then: what was planned ahead of the wait does not hold."""
+    case = Case(lengths=tuple(40 + 37 * i % 900 for i in range(batch)))
+    x = _build(case)
+    ids, positions = (torch.zeros(batch, 1, dtype=torch.int64, device="cuda") for _ in range(2))
+    embedding, frequency = torch.zeros(4, 64, dtype=torch.float16, device="cuda"), torch.ones(32, device="cuda")
+    before = x.lengths - 1
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = (ids, embedding, before, positions, x.page_table, frequency, 1.0, 64, True)
+        lengths = torch.ops.quarot.begin_step(*arguments)[1]
+        launched = decode_op.launch(x.query, x.pool, x.page_table, lengths, *_arguments(case), tuning=case.tuning)
+        return lengths, launched[0]
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        lengths, out = step()
+    for _ in range(8):
+        before.copy_((x.lengths - 1) * torch.rand(batch, device="cuda"))
+        out.fill_(torch.nan)
+        graph.replay()
+        exact, _ = _eager(replace(case, lengths=tuple(lengths.tolist())), x, torch.float64)
+        torch.testing.assert_close(out.double(), exact, rtol=2e-3, atol=2e-3)
+
+
 def test_side_streams() -> None:
     cases = [Case(lengths=(4000, 30)), Case(lengths=(100, 2500))]
     inputs = [_build(case, seed) for seed, case in enumerate(cases)]
