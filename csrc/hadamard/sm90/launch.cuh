@@ -1,13 +1,28 @@
 // Launching the transform in one of its shapes. Each shape is instantiated in a file of its own (shape_*.cu).
 #pragma once
 
+#include <type_traits>
+
 #include "hadamard/sm90/transform.cuh"
 
 namespace quarot::sm90 {
 
+// The shape for a row an SM or fewer, where the latency of a row is what counts: twice the warpgroups for it.
+template <class S>
+struct FewRows {
+    using Shape = S;
+};
+template <>
+struct FewRows<Shape<176, 1, 1, 3, 32>> {
+    using Shape = sm90::Shape<176, 1, 2, 1, 64>;
+};
+
 template <class S, bool kSilu, bool kCodes, typename Element>
 cudaError_t launch_kernel(const TransformArgs& args, cudaStream_t stream) {
     const int processors = current_device().multiprocessors;
+    using Few = typename FewRows<S>::Shape;
+    if constexpr (kSilu && !std::is_same_v<S, Few>)
+        if (args.rows <= processors) return launch_kernel<Few, kSilu, kCodes, Element>(args, stream);
     // A row for each SM or fewer: one group each. The block is then small enough to start, and to fetch its table, beside
     // a GEMM that is still running.
     const int groups = args.rows <= processors ? 1 : S::NG;
