@@ -65,14 +65,22 @@ def resolved(quantize: dict[str, Any] | None) -> dict[str, Any] | None:
 def options_digest(rotate: dict[str, Any] | None, quantize: dict[str, Any] | None, *more: Any) -> str:
     """Equal for settings that do the same to a model, whether they say so or leave it to a default.
 
+    What is off (None, False, 0, empty) does not count, so that an option added later, and left off, changes no digest.
+
     Args:
         rotate, quantize: keywords of :func:`quarot.rotate_model` and :func:`quarot.quantize_model`, or None.
         more: what else is done, as JSON has it.
     """
     defaults = inspect.signature(rotate_model).parameters
     switches = None if rotate is None else {**{name: defaults[name].default for name in SWITCHES}, **rotate}
-    parts = json.dumps([switches, resolved(quantize), *more], sort_keys=True)
+    parts = json.dumps([_on(switches), _on(resolved(quantize)), *more], sort_keys=True)
     return hashlib.sha256(parts.encode()).hexdigest()[:12]
+
+
+def _on(fields: dict[str, Any] | None) -> dict[str, Any] | None:
+    if fields is None:
+        return None
+    return {name: value for name, value in fields.items() if value and name != "format_version"}
 
 
 def run_time_of(quantize: dict[str, Any]) -> dict[str, Any]:

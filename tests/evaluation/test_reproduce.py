@@ -11,7 +11,7 @@ from quarot.evaluation import reproduce
 from quarot.evaluation.paper import TABLES, TASKS, Experiment, Table, paper_model
 from quarot.evaluation.reproduce import Reproduction
 from quarot.evaluation.reproduced_table import markdown
-from quarot.evaluation.sharing import retarget, shareable, weights_key
+from quarot.evaluation.sharing import options_digest, retarget, shareable, weights_key
 from quarot.quantization.presets import PRESETS, with_preset
 
 
@@ -165,6 +165,18 @@ def test_a_row_measured_under_another_default_is_measured_again(tiny_model, tmp_
     assert after[0] == before[0]
     assert after[1]["ppl"] != before[1]["ppl"]
     assert json.loads((tmp_path / "t.json").read_text()) == after
+
+
+def test_options_that_are_off_change_no_digest(monkeypatch):
+    """So a new one, which is off in all settings there are, sends no row back to be measured."""
+    off, on = {"w_method": "rtn"}, {"w_method": "rtn", "layer_steps": 5}
+    known = options_digest({}, off)
+    assert options_digest({}, on) != known and options_digest({"r3": False}, off) != known
+    assert options_digest({"r3": True}, off | {"layer_steps": 0}) == known
+    fields = QuarotConfig.to_dict
+    newer = {"an_option": False, "its_steps": 0, "its_layers": [], "format_version": 2}
+    monkeypatch.setattr(QuarotConfig, "to_dict", lambda self: fields(self) | newer)
+    assert options_digest({}, off) == known
 
 
 def test_a_row_measured_under_another_preset_is_measured_again(tiny_model, tmp_path, monkeypatch):
