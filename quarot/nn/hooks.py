@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
 
 _HARMLESS = ("transformers.utils.output_capturing", "quarot.integrations.transformers.generation")
@@ -73,6 +74,7 @@ def _is_taken(module: nn.Module) -> bool:
 
 
 def _waits(module: nn.Module) -> bool:
-    """Whether somebody waits for calls of a module."""
+    """Whether somebody waits for calls of a module, or of all modules there are."""
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    hooks += [*every._global_forward_hooks.values(), *every._global_forward_pre_hooks.values()]
     return any(getattr(hook, "__module__", "") not in _HARMLESS for hook in hooks)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 import quarot
 from quarot.nn import hooks, joint
@@ -271,6 +272,17 @@ def test_recorded_steps_are_refused_where_a_hook_waits(model, token_ids, place):
     assert len(seen) == 4
     handle.remove()
     assert quarot.generate(model, token_ids, max_new_tokens=4).shape[0] == 2 and len(seen) == 4
+
+
+def test_hooks_of_all_modules_are_called(model, token_ids):
+    seen = []
+    handle = register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+    model(token_ids)
+    assert seen.count("QuantLinear") == 7 * model.config.num_hidden_layers
+    with pytest.raises(NotImplementedError, match="has a hook"):
+        quarot.generate(model, token_ids, max_new_tokens=4)
+    handle.remove()
+    assert model.model.quarot_fused.obstacle((), {}) is None
 
 
 def test_a_hook_is_seen_whatever_happened_to_the_dictionary_of_hooks(model):
