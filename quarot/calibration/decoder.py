@@ -32,15 +32,19 @@ class LayerInputs:
         home = model.get_submodule(record.embed).weight.device
         self.device = device or home
         step = max(1, TOKENS_PER_STEP // windows.shape[1]) if self.device.type == "cuda" else 1
-        found: list[torch.Tensor] = []
+        hidden: torch.Tensor | None = None
         self._arguments: dict[tuple[int, int], tuple[tuple[Any, ...], dict[str, Any]]] = {}
-        for ids in windows.split(step):
+        for start in range(0, len(windows), step):
+            ids = windows[start : start + step]
             with _recorded(layers) as calls, torch.no_grad():
                 body(input_ids=ids.to(home), use_cache=False)
-            found.append(calls[0][0].to(self.device))
+            if hidden is None:  # all at once: gathered, they would be there twice for a moment
+                hidden = calls[0][0].new_empty(len(windows), *calls[0][0].shape[1:], device=self.device)
+            hidden[start : start + step].copy_(calls[0][0])
             for index, (_, args, kwargs) in enumerate(calls):
                 self._arguments.setdefault((index, ids.shape[0]), (args, kwargs))
-        self._hold(torch.cat(found), step)
+        assert hidden is not None
+        self._hold(hidden, step)
 
     def _hold(self, hidden: torch.Tensor, step: int) -> None:
         self.hidden, self.steps = hidden, hidden.split(step)

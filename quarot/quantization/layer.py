@@ -22,7 +22,7 @@ from quarot.quantization.gptq import SCALE_FACTORS, check_finite, quantize_gptq
 from quarot.quantization.grid import QuantizedWeight
 from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rtn import positions, quantize_rtn
-from quarot.quantization.stages import Stage, expert_stages, same_grid, stages
+from quarot.quantization.stages import Stage, expert_stages, has_experts, same_grid, stages
 from quarot.quantization.target import target_weight
 
 _CLIP_SEARCH_STEPS = 4
@@ -178,14 +178,14 @@ class LayerQuantizer:
         latent: torch.Tensor | None = None
         if moments is None or config.w_method == "rtn":
             result = quantize_rtn(weight, config.w_bits, **grid)
-            if _trains(config):
+            if self._trains(config):
                 latent = positions(weight, result)
         else:
             original = weight
             if "input" in moments.targets:
                 residual = moments.cross("residual") if part[0] in self._writers else None
                 weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
-            latent = torch.empty_like(weight) if _trains(config) else None
+            latent = torch.empty_like(weight) if self._trains(config) else None
             result = quantize_gptq(
                 weight,
                 moments.hessian,
@@ -225,6 +225,10 @@ class LayerQuantizer:
         observed = self.observed[path]
         self.results[path] = result
         observed.matrix = result.dequantize().to(observed.matrix.dtype)
+
+    def _trains(self, config: QuarotConfig) -> bool:
+        """Whether training follows, which starts from the weights before rounding."""
+        return config.tune_steps > 0 or (config.layer_steps > 0 and not has_experts(self.record, self.layer))
 
     @property
     def _writers(self) -> tuple[str, str]:
@@ -272,11 +276,6 @@ class LayerQuantizer:
     def _stream(self, layer: nn.Module, path: str) -> nn.Module:
         """The norm whose input is the residual stream that the output of ``path`` is added to."""
         return layer.get_submodule(self.record.mlp_norm if path == self.record.mlp_out.path else self.record.attn_norm)
-
-
-def _trains(config: QuarotConfig) -> bool:
-    """Whether training follows, which starts from the weights before rounding."""
-    return config.tune_steps > 0 or config.layer_steps > 0
 
 
 def _observe(layer: nn.Module, configs: dict[str, QuarotConfig], quantized_inputs: bool) -> dict[str, ObservedLinear]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from quarot.architectures import architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
+from quarot.current_device import current
 from quarot.integrations.transformers.plain_attention import fused_float32_attention
 from quarot.memory import out_of_memory
 from quarot.progress import progress_bar
@@ -26,7 +27,7 @@ from quarot.quantization.head import quantize_head
 from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rollback import Rollback
-from quarot.quantization.stages import expert_stages
+from quarot.quantization.stages import has_experts
 
 logger = logging.getLogger("quarot")
 
@@ -132,16 +133,20 @@ def quantize_layers(
     with fused_float32_attention(model):
         record = architecture_of(model)
         inputs = None if windows is None else LayerInputs(model, windows, place.device)
-        upstream = config.gptq_asymmetric or config.layer_steps
+        layers = list(decoder_layers(model))
+        trained = config.layer_steps and not all(has_experts(record, layer) for _, layer in layers)
+        upstream = config.gptq_asymmetric or trained
         reference = inputs.copy() if inputs is not None and upstream else None
         found = Quantized({}, {}, {})
-        layers = list(decoder_layers(model))
         for index, (name, layer) in enumerate(progress_bar(layers, "quantizing", progress, len(layers))):
             if not place.needs(name, inputs is not None):
                 continue
             prefix = name + "."
             chosen = {full[len(prefix) :]: c for full, c in configs.items() if full.startswith(prefix)}
-            with out_of_memory(f"quantising {name}", _lower(config)), place.at_work(name, layer, tuple(chosen)):
+            with ExitStack() as stack:
+                stack.enter_context(out_of_memory(f"quantising {name}", _lower(config)))
+                stack.enter_context(place.at_work(name, layer, tuple(chosen)))
+                stack.enter_context(current(next(layer.parameters()).device))
                 work = LayerQuantizer(name, layer, record, chosen, index, inputs, reference)
                 finished = None if store is None else store.load(name)
                 if finished is not None:
@@ -168,9 +173,8 @@ def _train(model: Any, work: LayerQuantizer, config: QuarotConfig) -> None:
     """Train a quantised layer, unless it has experts."""
     from quarot.tuning.layer import tune_layer
 
-    if expert_stages(work.record, work.layer):
+    if has_experts(work.record, work.layer):
         logger.warning("%s has experts and is not trained (layer_steps=%d)", work.name, config.layer_steps)
-        work.latents = work.latents if config.tune_steps else {}
     else:
         tune_layer(model, work, config)
 

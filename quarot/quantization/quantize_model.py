@@ -209,7 +209,7 @@ def _quantize_and_train(
             config = config.replace(rotation=model.quarot_rotation.to_dict())
         clips = {name: chosen.a_clip for name, chosen in configs.items() if chosen.a_bits < 16}
         calibrated = any((c.w_bits < 16 and c.w_method == "gptq") or c.a_clip_search for c in configs.values())
-        inputs = windows if calibrated else None
+        inputs = windows if calibrated or config.layer_steps else None
         place = InMemory(device, rollback)
         searched, latents, _ = quantize_layers(model, configs, inputs, config, store, place, progress)
         clips |= searched

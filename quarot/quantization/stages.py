@@ -29,6 +29,11 @@ def expert_stages(record: Architecture, layer: nn.Module) -> list[Stage]:
     return [tuple(path for path, role in named if role == wanted) for wanted in ("expert_gate_up", "expert_down")]
 
 
+def has_experts(record: Architecture, layer: nn.Module) -> bool:
+    """Whether a decoder layer is a mixture of experts, split into linear layers yet or not."""
+    return record.experts is not None and has_submodule(layer, record.experts.module)
+
+
 def same_grid(stage: Stage, configs: dict[str, QuarotConfig]) -> list[Stage]:
     """Parts of a stage that one call can quantise stacked along their outputs: equal weight settings."""
     parts: dict[tuple[object, ...], list[str]] = {}

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from quarot.architectures import Geometry, Projection, architecture_of, decoder_layers, geometry
 from quarot.config import QuarotConfig
+from quarot.current_device import current
 from quarot.nn.quant_linear import linear_weight
 from quarot.rotation.fold import fold_weight
 from quarot.rotation.orthogonal import MatrixRotation
@@ -121,7 +122,7 @@ def learn_refinement(
             states = body(input_ids=ids, use_cache=False).last_hidden_state
         return head_divergence(states.float() @ residual.T, wanted, head, scaling)
 
-    with frozen(model), _refined(model, config) as modules, quantized_attention(model, config):
+    with current(device), frozen(model), _refined(model, config) as modules, quantized_attention(model, config):
         losses = optimize(
             loss_of,
             groups,

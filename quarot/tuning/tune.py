@@ -17,6 +17,7 @@ from torch import nn
 
 from quarot.architectures import architecture_of, decoder_layers
 from quarot.config import QuarotConfig
+from quarot.current_device import current
 from quarot.integrations.transformers.plain_attention import fused_float32_attention
 from quarot.nn.quant_linear import linear_weight
 from quarot.precision import tf32
@@ -72,7 +73,7 @@ def tune(
             states = _states(model, ids)
         return head_divergence(states, wanted, head, scaling)
 
-    with frozen(model), _trainable(model, latents or {}) as layers, quantized_attention(model, config):
+    with current(device), frozen(model), _trainable(model, latents or {}) as layers, quantized_attention(model, config):
         optimize(
             divergence,
             parameter_groups(list(layers.values()), config.tune_learning_rate),

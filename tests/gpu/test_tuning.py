@@ -147,3 +147,20 @@ def test_steps_are_recorded_and_help(
         )
     assert not [record for record in caplog.records if "recorded" in record.message]
     assert divergence(trained) < 0.8 * divergence(plain)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("steps", [{"rotation_steps": 40, "tune_steps": 60}, {"layer_steps": 60}], ids=str)
+def test_training_happens_on_a_gpu_that_is_not_the_current_one(
+    tiny_model: Callable[..., nn.Module], steps: dict[str, int]
+) -> None:
+    """Triton's kernels and recorded steps would go to the current one."""
+    model = tiny_model("llama").to("cuda:1")
+    rotate_model(model, progress=False)
+    ids = WINDOWS.to("cuda:1")
+    plain = quantize_model(copy.deepcopy(model), **FIELDS)
+    trained = quantize_model(copy.deepcopy(model), tune_learning_rate=0.01, **steps, **FIELDS)
+    with torch.no_grad():
+        wanted, before, after = (torch.log_softmax(m(ids, use_cache=False).logits, -1) for m in (model, plain, trained))
+    lost = [float((wanted.exp() * (wanted - own)).sum(-1).mean()) for own in (before, after)]
+    assert lost[1] < 0.8 * lost[0]

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.quantize_model import quantize_model
 from quarot.rotation.rotate import rotate_model
+from quarot.tuning import layer
+from quarot.tuning.layer import tune_layer
 
 WINDOWS = torch.randint(3, 128, (48, 48), generator=torch.Generator().manual_seed(5))
 UNSEEN = torch.randint(3, 128, (16, 48), generator=torch.Generator().manual_seed(6))
@@ -72,6 +75,35 @@ def test_layers_with_experts_are_left_alone(
     assert changed
     assert all(name.startswith("model.layers.1.") for name in changed)
     assert "model.layers.0 has experts and is not trained" in caplog.text
+
+
+@pytest.mark.parametrize("more", [{"tune_steps": 2}, {"rotation_steps": 2}], ids=str)
+def test_layers_are_trained_before_the_whole_model_is(
+    rotated: nn.Module, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding to nearest asks for no hidden states, training the whole model neither: layers do."""
+    losses: list[list[float]] = []
+    monkeypatch.setattr(layer, "tune_layer", lambda *given: losses.append(tune_layer(*given)))
+    quantize_model(rotated, w_method="rtn", training_samples=8, **TRAINED, **more, **FIELDS)
+    assert len(losses) == rotated.config.num_hidden_layers
+    assert all(found[-1] < 0.9 * found[0] for found in losses)
+
+
+def test_experts_cost_no_second_model_and_no_weights_before_rounding(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("mixtral")
+    rotate_model(model, progress=False)
+    kept: list[tuple[bool, int]] = []
+    advance = LayerQuantizer.advance
+
+    def watched(work: LayerQuantizer) -> None:
+        kept.append((work.reference is None, len(work.latents)))
+        advance(work)
+
+    monkeypatch.setattr(LayerQuantizer, "advance", watched)
+    quantize_model(model, layer_steps=3, lm_head_bits=8, **FIELDS)
+    assert kept == [(True, 0)] * model.config.num_hidden_layers
 
 
 def test_training_is_refused_where_it_cannot_be_asked_for(rotated: nn.Module) -> None:
