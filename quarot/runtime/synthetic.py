@@ -61,17 +61,12 @@ def random_quantized_model(
 
 
 def _fill(module: nn.Module, generator: torch.Generator) -> None:
-    """Codes of any value, and scales of either sign that keep the output of a layer about as large as its input."""
+    """Random codes with a mean of 0, and scales that keep the output of a layer about as large as its input."""
     if isinstance(module, QuantLinear):
         if module.w_bits < 16:
-            kind = torch.uint8 if module.qweight.dtype == torch.uint8 else torch.int8
-            low, high = (0, 256) if kind == torch.uint8 else (-128, 128)
-            module.qweight.data.random_(low, high, generator=generator)
+            _draw(module.qweight.data, generator)
             spread = 2.0 ** (module.w_bits - 1) / math.sqrt(3)
-            scale = module.weight_scale.data.fill_(1 / (spread * math.sqrt(module.in_features)))
-            # The mean of such codes is -1/2. With scales of one sign all outputs would have a part in common, which
-            # grows from layer to layer until SiLU and R4 take the slow way of rows out of range.
-            scale.mul_(torch.randint(0, 2, scale.shape, generator=generator, device=scale.device).mul_(2).sub_(1))
+            module.weight_scale.data.fill_(1 / (spread * math.sqrt(module.in_features)))
             if module.weight_zero is not None:
                 module.weight_zero.data.zero_()
         if module.bias is not None:
@@ -83,6 +78,20 @@ def _fill(module: nn.Module, generator: torch.Generator) -> None:
         else:
             std = 0.02 if isinstance(module, nn.Embedding) else parameter.shape[-1] ** -0.5
             parameter.data.normal_(std=std, generator=generator)
+
+
+def _draw(codes: torch.Tensor, generator: torch.Generator) -> None:
+    """Any byte, or two of any four bits, but for the lowest code, which has no opposite and becomes 0.
+
+    With it the mean would be -1/2, and all outputs of a layer would have a part in common, which grows from layer to
+    layer until SiLU and R4 take the slow way of rows out of range.
+    """
+    if codes.dtype != torch.uint8:
+        codes.random_(-127, 128, generator=generator)
+        return
+    codes.random_(0, 256, generator=generator)
+    for nibble, lowest in ((0x0F, 0x08), (0xF0, 0x80)):
+        codes.sub_(((codes & nibble) == lowest).to(codes.dtype), alpha=lowest)
 
 
 def _restore_buffers(model: Any, config: PretrainedConfig, device: torch.device | str) -> None:
