@@ -40,7 +40,11 @@ __global__ void __launch_bounds__(kThreads) argmax_rows_kernel(const T* logits, 
     pdl_wait();
     const T* row = logits + blockIdx.x * row_stride;
     Best best;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900  // more than two spill in bf16
+    constexpr int kInFlight = 2;
+#else
     constexpr int kInFlight = 4;
+#endif
     for (int start = 8 * threadIdx.x; start < columns; start += 8 * kThreads * kInFlight) {
         float v[kInFlight][8];
 #pragma unroll

@@ -410,6 +410,7 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
                 }
             }
         }
+        if constexpr (Input::kOneChunk && !kBulkCopies) break;  // said, so that Ampere and Ada keep nothing for another one
         unit = next_unit;
     }
 
@@ -427,6 +428,9 @@ __global__ void __launch_bounds__(WARPS * 32, BLOCKS)
             more.store(p, sum_of(0, row), token_scale[0]);
         }
     } else {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900  // there are no registers for four times this with 64 of them
+#pragma unroll 1
+#endif
         for (int i = threadIdx.x; i < width * tokens; i += kThreads) {
             int const token = i / width, row = i - token * width, n = strip_begin * 16 + row;
             if (n >= p.n) continue;
