@@ -103,6 +103,8 @@ void bind_gemm(pybind11::module_& m) {
         },
         py::arg("x"), py::arg("row_stride"), py::arg("dtype"), py::arg("heads"), py::arg("head_dim"), py::arg("signs"),
         py::arg("clip_over_qmax"), py::arg("bits"), py::arg("linear"), py::arg("stream"));
+    m.def("hadamard_gemm_rows", heads_gemm_rows, py::arg("heads"), py::arg("head_dim"), py::arg("shared_bytes"),
+          "Most rows of hadamard_gemm where a block can have so many bytes of shared memory.");
     m.def(
         "silu_gemm_sm90",
         [](std::uintptr_t gate_up, bool bfloat16, int order, std::uintptr_t signs, float clip_over_qmax, int bits,

@@ -31,6 +31,9 @@ struct NormInput {
 cudaError_t add_rms_norm_gemm(SkinnyProblem const& problem, NormInput const& input);
 cudaError_t heads_gemm(SkinnyProblem const& problem, HeadsInput const& input, float clip_over_qmax, int bits);
 
+/// Most rows of heads_gemm on a GPU with so much shared memory for a block: 99 KB (sm_86, sm_89) are too little for some.
+int heads_gemm_rows(int heads, int head_dim, int shared_bytes);
+
 /// gate | up of one row, fp16 or bf16, 16-byte aligned, k = 64 m columns each, for the transform H_m (x) H_64.
 struct SiluInput {
     void const* gate_up;

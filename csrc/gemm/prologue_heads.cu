@@ -34,7 +34,23 @@ cudaError_t dispatch(SkinnyProblem const& p, HeadsInput const& in, float clip_ov
     return chosen(p, in, clip_over_qmax, bits);
 }
 
+// What a block needs for `rows` rows at the least, with the sums of one strip. 2048: what skinny_launch.cuh leaves for what
+// prologues declare themselves.
+template <int TILES>
+int least_shared(int rows, int head_dim) {
+    using Heads = skinny::RotatedHeads<__half, TILES, false>;
+    using Layout = skinny::SharedLayout<skinny::Int4Tiles, Heads, 1, 4>;
+    return Layout::total(Heads::template code_bytes<Layout, kWarps>(rows), 1) + rows * Heads::row_bytes(head_dim) + 2048;
+}
+
 }  // namespace
+
+int heads_gemm_rows(int heads, int head_dim, int shared_bytes) {
+    auto const least = heads::tiles(heads) == 2 ? least_shared<2> : least_shared<4>;
+    int rows = kPrologueTokens;
+    while (rows > 0 && least(rows, head_dim) > shared_bytes) --rows;
+    return rows;
+}
 
 cudaError_t heads_gemm(SkinnyProblem const& p, HeadsInput const& in, float clip_over_qmax, int bits) {
     bool const serves = p.format == WeightFormat::kInt4Tiles && p.groups == 0 && p.m >= 1 && p.m <= kPrologueTokens &&

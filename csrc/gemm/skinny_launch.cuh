@@ -8,6 +8,11 @@
 
 namespace quarot::skinny {
 
+template <typename T>
+inline constexpr OutputType output_type = std::is_same_v<T, __half>          ? OutputType::kFloat16
+                                          : std::is_same_v<T, __nv_bfloat16> ? OutputType::kBFloat16
+                                                                             : OutputType::kFloat32;
+
 /// `input_shared`: bytes of shared memory that a made input needs beside its codes.
 template <class Weights, class Input, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
 cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, int input_shared) {
@@ -31,6 +36,7 @@ cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, 
     dim3 const grid(blocks, (p.m + Layout::kTokens - 1) / Layout::kTokens);
     if ((Input::kMade && grid.y > 1) || (Input::kOneRow && p.m != 1)) return cudaErrorInvalidValue;
     if (!Input::kAdds && p.residual != nullptr) return cudaErrorInvalidValue;
+    if (Input::kMade && p.type != output_type<typename Input::Output>) return cudaErrorInvalidValue;  // OneOutput asks nobody
     if (Input::kOneChunk && g.units > WARPS * UNITS) return cudaErrorInvalidValue;
     int const used = (Layout::total(code_bytes, g.strips_max) + input_shared + 127) / 128 * 128;
     g.ring = used;

@@ -141,22 +141,22 @@ __global__ void __launch_bounds__(kMaxHeadDim) heads_kernel(const Args a) {
             if (upper) v = make_uint4(upper_halves(v.x), upper_halves(v.y), upper_halves(v.z), upper_halves(v.w));
             *reinterpret_cast<uint4*>(codes + head * a.head_dim + column) = v;
         }
-        return;
+    } else {
+#pragma unroll
+        for (int mt = 0; mt < TILES; ++mt)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                std::uint32_t e[4][2];
+#pragma unroll
+                for (int n = 0; n < 4; ++n)
+#pragma unroll
+                    for (int i = 0; i < 2; ++i) e[n][i] = code_bits(acc[mt][n][2 * half + i], q);
+                const uint2 mine = gather_group(pack_bytes(e[0][0], e[0][1], e[1][0], e[1][1]),
+                                                pack_bytes(e[2][0], e[2][1], e[3][0], e[3][1]), c);
+                const int head = 16 * mt + g + 8 * half;
+                if (head < a.heads) store_codes8(codes, (head * a.head_dim + 32 * warp) / 8 + c, a.layout, mine);
+            }
     }
-#pragma unroll
-    for (int mt = 0; mt < TILES; ++mt)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            std::uint32_t e[4][2];
-#pragma unroll
-            for (int n = 0; n < 4; ++n)
-#pragma unroll
-                for (int i = 0; i < 2; ++i) e[n][i] = code_bits(acc[mt][n][2 * half + i], q);
-            const uint2 mine = gather_group(pack_bytes(e[0][0], e[0][1], e[1][0], e[1][1]),
-                                            pack_bytes(e[2][0], e[2][1], e[3][0], e[3][1]), c);
-            const int head = 16 * mt + g + 8 * half;
-            if (head < a.heads) store_codes8(codes, (head * a.head_dim + 32 * warp) / 8 + c, a.layout, mine);
-        }
 }
 
 template <typename T>

@@ -19,7 +19,8 @@ __device__ __forceinline__ void store_two(void* row, DType dtype, int dim, float
     }
 }
 
-// Grid: groups of 4 tokens x (Hq + 2 Hkv) heads, head fastest.
+// A warp has one of the Hq + 2 Hkv heads of kRowsPerWarp tokens, eight lanes a row. Warps go through the heads first, then
+// the tokens; kWarps of them are a block, whatever lies in it.
 //
 // In a decode step of few tokens (one_each) the block has its place long before the projection ahead has ended, and what
 // runs once waits for its instructions: so it goes through all of it beforehand, on zeros, and stores nothing.

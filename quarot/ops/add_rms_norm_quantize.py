@@ -60,8 +60,11 @@ def fits(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
     """Why the kernel cannot read these rows (None when it can)."""
     if x.dtype not in DTYPE_CODES:
         return f"the kernel reads fp16, bf16 or fp32, not {x.dtype}"
-    if residual is not None and (residual.dtype != x.dtype or residual.shape != x.shape):
-        return f"residual {tuple(residual.shape)} {residual.dtype} differs from x {tuple(x.shape)} {x.dtype}"
+    if not x.dim():
+        return "x is no row"
+    if residual is not None and (residual.dtype, residual.shape, residual.device) != (x.dtype, x.shape, x.device):
+        kinds = (f"{tuple(t.shape)} {t.dtype} on {t.device}" for t in (residual, x))
+        return "residual {} differs from x {}".format(*kinds)
     return None
 
 

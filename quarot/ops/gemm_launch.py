@@ -41,21 +41,27 @@ def unavailable(codes: torch.Tensor, weight_scale: torch.Tensor, k: int, out_dty
     return None
 
 
-def _check_kinds(
-    codes: torch.Tensor, row_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, int8_weight: bool
+def check_kinds(
+    op: str,
+    codes: torch.Tensor,
+    row_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    weight_kind: torch.dtype,
+    packed: bool,
 ) -> None:
     """Raise ValueError for what a kernel would read as something else: other dtypes, or memory of another device."""
     kinds = (codes.dtype, row_scale.dtype, weight.dtype, weight_scale.dtype)
-    weight_kind = torch.int8 if int8_weight else torch.uint8
-    code_kinds = (torch.int8, torch.uint8)
-    if kinds[0] not in code_kinds or kinds[1:] != (torch.float32, weight_kind, torch.float32):
+    wanted = (torch.uint8 if packed else torch.int8, torch.float32, weight_kind, torch.float32)
+    if kinds != wanted:
         raise ValueError(
-            f"integer GEMM: codes, row_scale, weight and weight_scale must be int8 (or packed uint8), float32, "
-            f"{weight_kind} and float32, got {', '.join(map(str, kinds))}"
+            f"{op}: {'packed ' if packed else ''}codes, row_scale, weight and weight_scale must be"
+            f" {', '.join(map(str, wanted))}, got {', '.join(map(str, kinds))}"
         )
-    devices = {tensor.device for tensor in (codes, row_scale, weight, weight_scale)}
-    if len(devices) > 1:
-        raise ValueError(f"integer GEMM: its tensors are on {', '.join(sorted(map(str, devices)))}")
+    if not codes.device == row_scale.device == weight.device == weight_scale.device:
+        devices = {tensor.device for tensor in (codes, row_scale, weight, weight_scale)}
+        raise ValueError(f"{op}: its tensors are on {', '.join(sorted(map(str, devices)))}")
 
 
 def fake(
@@ -134,7 +140,7 @@ def launch(
     packed: bool = False,
     tactic: Sequence[int] = (),
 ) -> torch.Tensor:
-    """Run the GEMM on ``codes.device`` and its current stream.
+    """Run the GEMM on ``codes.device`` and its current stream; the ops have checked the arguments.
 
     Args:
         codes: int8 [M, Kp], or uint8 [M, Kp/2] with ``packed`` (then ``weight`` is row-major int4 [>=N, Kp/2]).
@@ -152,13 +158,12 @@ def launch(
     """
     m, k = codes.shape[0], codes.shape[1] * (2 if packed else 1)
     n = weight_scale.shape[0]
-    _check_kinds(codes, row_scale, weight, weight_scale, weight_format == INT8_ROWS)
     out = torch.empty((m, n), dtype=out_dtype, device=codes.device)
     if m == 0:
         return out
     groups = weight_scale.shape[1] if weight_scale.ndim == 2 else 0
     codes, row_scale, weight_scale = ready(codes), row_scale.contiguous(), weight_scale.contiguous()
-    weight = weight.contiguous()
+    weight = ready(weight)
     bias = bias_float32(bias)
     stored = out
     if n % 8 and (packed or m > _WIDE_TOKENS) and out_dtype != torch.float32:

@@ -54,9 +54,9 @@ def check(
     check_bits(bits, False)
     if x.dim() != 2:
         raise ValueError(f"{op}: x {tuple(x.shape)} must be [rows, columns]")
-    tiles, outputs = qweight.shape, weight_scale.shape[0]
+    tiles, outputs = qweight.shape, weight_scale.shape[:1].numel()
     kinds = (qweight.dtype, weight_scale.dtype)
-    fit = len(tiles) == 3 and tiles[1] == -(-x.shape[1] // 32) and tiles[0] == -(-outputs // 16)
+    fit = tuple(tiles) == (-(-outputs // 16), -(-x.shape[1] // 32), 256) and weight_scale.ndim in (1, 2)
     if not fit or kinds != (torch.uint8, torch.float32):
         raise ValueError(
             f"{op}: tiles {tuple(tiles)} {kinds[0]} and weight_scale {tuple(weight_scale.shape)} {kinds[1]} do not fit"
@@ -93,7 +93,8 @@ def launch(
     """[M, N] in the dtype of ``x`` from a binding of csrc/bindings/gemm.cpp that takes ``arguments`` first."""
     m, n = x.shape[0], weight_scale.shape[0]
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
-    qweight, weight_scale, bias = qweight.contiguous(), weight_scale.contiguous(), gemm_launch.bias_float32(bias)
+    qweight, weight_scale = gemm_launch.ready(qweight), weight_scale.contiguous()
+    bias = gemm_launch.bias_float32(bias)
     pointers = (qweight.data_ptr(), weight_scale.data_ptr(), 0 if bias is None else bias.data_ptr(), out.data_ptr())
     if residual is not None and residual.stride(1) != 1:
         residual = residual.contiguous()

@@ -67,14 +67,16 @@ def _check(
     bias: torch.Tensor | None,
     packed: bool,
 ) -> None:
-    width = codes.shape[1] * (2 if packed else 1)
-    n = weight_scale.shape[0]
-    rows, columns = (qweight.shape[0] * 16, qweight.shape[1] * 32) if qweight.ndim == 3 else (0, 0)
-    if width != columns or not rows - 16 < n <= rows:
+    ranks = codes.ndim == 2 and qweight.ndim == 3 and weight_scale.ndim in (1, 2) and qweight.shape[2] == 256
+    rows, columns = (qweight.shape[0] * 16, qweight.shape[1] * 32) if ranks else (0, 0)
+    if not ranks or codes.shape[1] * (2 if packed else 1) != columns or not rows - 16 < weight_scale.shape[0] <= rows:
         raise ValueError(
             f"gemm_w4a4: {'packed ' if packed else ''}codes {tuple(codes.shape)} and weight_scale"
             f" {tuple(weight_scale.shape)} do not fit tiles {tuple(qweight.shape)} of {rows} outputs, {columns} inputs"
         )
+    gemm_launch.check_kinds(
+        "gemm_w4a4", codes, row_scale, qweight, weight_scale, weight_kind=torch.uint8, packed=packed
+    )
     gemm_launch.check_vectors("gemm_w4a4", codes, row_scale, weight_scale, bias)
 
 
@@ -122,7 +124,7 @@ def available(
     packed_activations: bool = False,
 ) -> str | None:
     """Why the kernels cannot serve these arguments, or None."""
-    return gemm_launch.unavailable(codes, weight_scale, qweight.shape[1] * 32, out_dtype)
+    return gemm_launch.unavailable(codes, weight_scale, 32 * qweight.shape[1:2].numel(), out_dtype)
 
 
 gemm_w4a4 = define_op(

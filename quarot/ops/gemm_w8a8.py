@@ -34,11 +34,13 @@ def _check(
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
-    if qweight.ndim != 2 or codes.shape[1] != qweight.shape[1] or weight_scale.shape[0] != qweight.shape[0]:
+    ranks = codes.ndim == qweight.ndim == 2 and weight_scale.ndim in (1, 2)
+    if not ranks or codes.shape[1] != qweight.shape[1] or weight_scale.shape[0] != qweight.shape[0]:
         raise ValueError(
             f"gemm_w8a8: codes {tuple(codes.shape)}, qweight {tuple(qweight.shape)} and weight_scale"
             f" {tuple(weight_scale.shape)} do not fit; expected [M, Kp], [N, Kp] and [N] or [N, G]"
         )
+    gemm_launch.check_kinds("gemm_w8a8", codes, row_scale, qweight, weight_scale, weight_kind=torch.int8, packed=False)
     gemm_launch.check_vectors("gemm_w8a8", codes, row_scale, weight_scale, bias)
 
 
@@ -66,6 +68,8 @@ def available(
     out_dtype: torch.dtype,
 ) -> str | None:
     """Why the kernels cannot serve these arguments, or None."""
+    if qweight.ndim != 2:
+        return f"a weight of {qweight.ndim} dimensions is not [outputs, inputs]"
     if qweight.shape[1] % 32 or qweight.data_ptr() % 16:
         return f"int8 rows of {qweight.shape[1]} bytes are not padded to 32, or not aligned to 16"
     return gemm_launch.unavailable(codes, weight_scale, qweight.shape[1], out_dtype)

@@ -144,8 +144,8 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
 
 def available(x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False) -> str | None:
     """Why the kernel cannot serve (None when it can)."""
-    if x.dtype not in DTYPE_CODES:
-        return f"the kernel reads fp16, bf16 or fp32, not {x.dtype}"
+    if x.dtype not in DTYPE_CODES or not x.dim():
+        return f"the kernel reads rows of fp16, bf16 or fp32, not {x.dtype} {[*x.shape]}"
     return None
 
 

@@ -321,8 +321,8 @@ struct Direct {
         proxy_fence();  // the copy engine is the next to write here
     }
 
-    // Fills X from global memory, exactly but for a power of two that brings the largest value to 512 at most and is
-    // returned.
+    // Fills X from global memory, exactly but for a power of two, not 1, that brings the largest value to 256 at most (512
+    // where a butterfly is still to come) and is returned.
     static __device__ __forceinline__ float redo(const DirectArgs& a, int row, std::uint32_t x_row, int lane, int warp,
                                                  unsigned* tops, int barrier) {
         const Element* source = static_cast<const Element*>(a.x) + row * a.row_stride;
@@ -353,8 +353,10 @@ struct Direct {
         top = __reduce_max_sync(kFullWarp, top);
         if (lane == 0) tops[warp] = top;
         named_barrier(barrier, S::kGroupThreads);
-        // Half of it for the butterfly that is still to come, or to come out even: 1 would say that nothing was done.
-        const float factor = 0.5f * range_factor(__reduce_max_sync(kFullWarp, tops[lane & (S::kWarps - 1)]));
+        // Half of it for the butterfly that may still be to come. Where that makes 1, half of that: 1 says that nothing has
+        // been done, and the row would begin anew for ever.
+        const float half = 0.5f * range_factor(__reduce_max_sync(kFullWarp, tops[lane & (S::kWarps - 1)]));
+        const float factor = half == 1.0f ? 0.5f : half;
         __half2 peak = __half2half2(__ushort_as_half(0));
         for_each_tile([&](int tile, float(&p)[2 * S::T][8]) {
 #pragma unroll
