@@ -85,7 +85,9 @@ def cuda(
     check_shape(x, order, pow2, inner)
     rows = as_rows(x)
     codes, scale = code_buffers(rows.shape[0], rows.shape[1], packed, x)
-    if rows.numel():
+    if not rows.numel():
+        scale.zero_()  # of rows of nothing
+    else:
         hadamard_launch.transform_quantize(
             rows, False, order, pow2, inner, bits, clip_over_qmax(clip, bits), code_layout(packed, upper), codes, scale
         )

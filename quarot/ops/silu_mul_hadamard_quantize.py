@@ -69,7 +69,9 @@ def cuda(
     check_shape(gate, order, pow2, inner)
     rows = as_rows(gate_up)
     codes, scale = code_buffers(rows.shape[0], gate.shape[-1], packed, gate_up)
-    if rows.numel():
+    if not rows.numel():
+        scale.zero_()  # of rows of nothing
+    else:
         hadamard_launch.transform_quantize(
             rows, True, order, pow2, inner, bits, clip_over_qmax(clip, bits), code_layout(packed, upper), codes, scale
         )

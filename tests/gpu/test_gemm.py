@@ -425,9 +425,100 @@ def test_compile_and_opcheck():
     assert torch.equal(compiled(codes), gemm_w4a4(*w4) * 2)
 
 
+@hopper
+@pytest.mark.parametrize("m", [5, 40, 130])
+def test_operands_at_odd_places(m):
+    """Weights at any byte, scales and biases at any element, in every kernel."""
+    codes, row_scale, weight, weight_scale, bias = problem(m, 1040, 1024)
+    qweight = pack_int4_tiles(weight)
+    want = exact(codes, row_scale, weight, weight_scale, bias, torch.float16)
+
+    def moved(tensor, offset):
+        place = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device="cuda")[offset:]
+        return place.view(tensor.shape).copy_(tensor)
+
+    for offset in (1, 3):
+        vectors = [moved(t, offset) for t in (weight_scale, bias)]
+        rows = moved(row_scale, offset)
+        int4, int8 = SKINNY + WIDE + SPLIT + RING + TILE, SKINNY_INT8 + WIDE_INT8
+        for form, w, tactics in ((0, qweight, int4), (1, weight, int8)):
+            for tactic in tactics:
+                if tactic[0] == 5 and 1024 % (32 * tactic[3]):
+                    continue
+                got = gemm_launch.launch(
+                    codes, rows, moved(w, offset), *vectors, torch.float16, weight_format=form, tactic=tactic
+                )
+                assert torch.equal(got, want), (offset, form, tactic)
+
+
+@hopper
+def test_a_busy_gpu_changes_nothing():
+    """Two hundred times each kernel of few tokens, into poisoned outputs, beside a stream whose kernels take SMs."""
+    cases = []
+    for m in (17, 33, 64, 513):
+        codes, row_scale, weight, weight_scale, bias = problem(m, 4096, 4096, seed=m)
+        qweight = pack_int4_tiles(weight)
+        want = exact(codes, row_scale, weight, weight_scale, bias, torch.float16)
+        cases.append(((codes, row_scale, qweight, weight_scale, bias, torch.float16), want))
+    pair = problem(33, 2048, 4096)  # two blocks a tile
+    packed = (*pair[:2], pack_int4_tiles(pair[2]), *pair[3:], torch.float16)
+    pair_want = exact(*pair, torch.float16)
+    noise, side = torch.randn(4096, 4096, device="cuda", dtype=torch.float16), torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(200):
+        with torch.cuda.stream(side):
+            noise = (noise @ noise).tanh_()
+        for operands, want in cases:
+            out = gemm_w4a4(*operands, False)
+            wrong += (out != want).sum()
+            out.fill_(torch.nan)  # the next one is allocated here
+        for tactic in RING_PAIRS:
+            out = gemm_launch.launch(*packed, weight_format=0, tactic=tactic)
+            wrong += (out != pair_want).sum()
+            out.fill_(torch.nan)
+    assert wrong.item() == 0
+
+
 def test_shapes_that_do_not_fit_are_refused():
     codes, row_scale, weight, weight_scale, bias = problem(4, 64, 64)
     with pytest.raises(ValueError, match="do not fit"):
         gemm_w4a4(codes[:, :32], row_scale, pack_int4_tiles(weight), weight_scale, bias, torch.float16, False)
     with pytest.raises(ValueError, match="row_scale"):
         gemm_w8a8(codes, row_scale[:2], weight, weight_scale, bias, torch.float16)
+
+
+def test_operands_of_another_kind_are_refused():
+    codes, row_scale, weight, weight_scale, bias = problem(4, 64, 64)
+    tiles = pack_int4_tiles(weight)
+    good = {"codes": codes, "row_scale": row_scale, "qweight": tiles, "weight_scale": weight_scale, "bias": bias}
+    both = [
+        ("codes", codes[0], "do not fit"),
+        ("codes", codes.view(torch.uint8), "uint8"),
+        ("codes", codes.short(), "int16"),
+        ("codes", codes.cpu(), "cpu"),
+        ("row_scale", row_scale[:3], "one per row"),
+        ("row_scale", row_scale[:, None], "one per row"),
+        ("row_scale", row_scale.double(), "float64"),
+        ("row_scale", row_scale.cpu(), "cpu"),
+        ("weight_scale", weight_scale.half(), "float16"),
+        ("weight_scale", weight_scale[0], "do not fit"),
+        ("weight_scale", weight_scale.cpu(), "cpu"),
+        ("bias", bias[:3], "must be"),
+        ("bias", bias.cpu(), "on cpu"),
+    ]
+    only_tiles = [
+        ("qweight", tiles[..., :128], "do not fit"),
+        ("qweight", tiles[0], "do not fit"),
+        ("qweight", tiles.view(torch.int8), "int8"),
+        ("qweight", tiles.cpu(), "cpu"),
+    ]
+    only_rows = [("qweight", weight[:, :32], "do not fit"), ("qweight", weight.view(torch.uint8), "uint8")]
+    for name, value, told in both + only_tiles:
+        with pytest.raises(ValueError, match=told):
+            gemm_w4a4(*{**good, name: value}.values(), torch.float16, False)
+    for name, value, told in both + only_rows:
+        with pytest.raises(ValueError, match=told):
+            gemm_w8a8(*{**good, "qweight": weight, name: value}.values(), torch.float16)
+    with pytest.raises(ValueError, match="packed"):
+        gemm_w4a4(codes, row_scale, torch.cat((tiles, tiles), 1), weight_scale, bias, torch.float16, True)

@@ -9,8 +9,8 @@ from quarot.ops import add_rms_norm_gemm_w4a4 as norm_gemm
 from quarot.ops import add_rms_norm_quantize as norm
 from quarot.ops import gemm_w4a4 as gemm
 from quarot.ops import hadamard_gemm_w4a4 as heads_gemm
+from quarot.ops import hadamard_launch, registry
 from quarot.ops import hadamard_quantize as heads
-from quarot.ops import registry
 from quarot.ops import silu_mul_hadamard_gemm_w4a4 as silu_gemm
 from quarot.ops import silu_mul_hadamard_quantize as silu
 from quarot.rotation.hadamard import hadamard_spec
@@ -200,3 +200,137 @@ def test_layers_in_a_graph(m: int) -> None:
         out.fill_(torch.nan)
         graph.replay()
         assert_same(out, expected)
+
+
+def all_three(x: torch.Tensor, gate_up: torch.Tensor, *weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """The kernels' outputs for one row of 4096 and one of gate and up; ``weights`` of 4096, 4096 and 11008 columns."""
+    outs = [norm_gemm.cuda(x, x, 1e-5, 4, 0.9, *weights[0])[0], heads_gemm.cuda(x, 1, 32, 128, 4, 0.9, *weights[1])]
+    if torch.cuda.get_device_capability()[0] == 9:
+        outs.append(silu_gemm.cuda(gate_up, 172, 64, 4, 0.9, *weights[2]))
+    return outs
+
+
+def two_kernels(x: torch.Tensor, gate_up: torch.Tensor, *weights: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """What they stand for."""
+    outs = [gemm.cuda(*norm.cuda(x, x, 1e-5, 4, 0.9)[:2], *weights[0], x.dtype)]
+    outs.append(gemm.cuda(*heads.cuda(x, 1, 32, 128, 4, 0.9), *weights[1], x.dtype))
+    if torch.cuda.get_device_capability()[0] == 9:
+        outs.append(gemm.cuda(*silu.cuda(gate_up, 172, 64, 4, 0.9), *weights[2], x.dtype))
+    return outs
+
+
+def test_weights_at_odd_places() -> None:
+    """Tiles that begin at any byte or lie apart, scales and biases at any element: copied where need be."""
+    x, gate_up = (torch.randn(1, k, device="cuda", dtype=torch.float16) for k in (4096, 22016))
+    plain = [linear(1000, k) for k in (4096, 4096, 11008)]
+    expected = two_kernels(x, gate_up, *plain)
+
+    def moved(tensor: torch.Tensor, offset: int) -> torch.Tensor:
+        place = torch.empty(tensor.numel() + offset, dtype=tensor.dtype, device="cuda")[offset:]
+        return place.view(tensor.shape).copy_(tensor)
+
+    for offset in (1, 3, 8):
+        weights = [[moved(t, offset) for t in weight] for weight in plain]
+        for outs in (all_three(x, gate_up, *weights), two_kernels(x, gate_up, *weights)):
+            for out, want in zip(outs, expected, strict=True):
+                assert_same(out, want)
+    apart = [(torch.stack((t, t), 2)[:, :, 1], *rest) for t, *rest in plain]
+    for outs in (all_three(x, gate_up, *apart), two_kernels(x, gate_up, *apart)):
+        for out, want in zip(outs, expected, strict=True):
+            assert_same(out, want)
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-38, 1e30, torch.inf, torch.nan])
+def test_weight_scales_of_any_size_stay_in_their_channel(value: float) -> None:
+    x, gate_up = (torch.randn(1, k, device="cuda", dtype=torch.bfloat16) for k in (4096, 22016))
+    weights = [linear(4097, k) for k in (4096, 4096, 11008)]
+    before = all_three(x, gate_up, *weights)
+    for channel in (0, 2000, 4096):
+        for _, scale, _ in weights:
+            scale[channel] = value
+    others = torch.ones(4097, dtype=torch.bool, device="cuda")
+    others[[0, 2000, 4096]] = False
+    outs = all_three(x, gate_up, *weights)
+    for out, old, want in zip(outs, before, two_kernels(x, gate_up, *weights), strict=True):
+        assert_same(out, want)
+        assert_same(out[:, others], old[:, others])
+
+
+def test_a_busy_gpu_changes_nothing() -> None:
+    """Two hundred times each, into poisoned outputs, beside another stream whose kernels take SMs and memory."""
+    x, gate_up = (torch.randn(1, k, device="cuda", dtype=torch.float16) for k in (4096, 22016))
+    weights = [linear(12288, 4096), linear(4096, 4096), linear(4096, 11008)]
+    expected = two_kernels(x, gate_up, *weights)
+    noise, side = torch.randn(4096, 4096, device="cuda", dtype=torch.float16), torch.cuda.Stream()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(200):
+        with torch.cuda.stream(side):
+            noise = (noise @ noise).tanh_()
+        for out, want in zip(all_three(x, gate_up, *weights), expected, strict=True):
+            wrong += (out != want).sum()
+            out.fill_(torch.nan)  # the next one is allocated here
+    assert wrong.item() == 0
+
+
+def test_rows_that_shared_memory_does_not_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """99 KB a block, as sm_86 and sm_89 have: the two kernels serve what is too large for one."""
+    extension = registry.extension()
+    assert extension is not None
+    assert [extension.hadamard_gemm_rows(32, 128, kb * 1024) for kb in (99, 163, 227)] == [7, 8, 8]
+    assert [extension.hadamard_gemm_rows(64, 64, kb * 1024) for kb in (40, 99)] == [2, 7]
+    assert extension.hadamard_gemm_rows(32, 128, 8 * 1024) == 0
+    weight = linear(1000, 4096)
+    x = torch.randn(8, 4096, device="cuda", dtype=torch.float16)
+    expected = heads_gemm.hadamard_gemm_w4a4(x, 1, 32, 128, 4, 0.9, *weight)
+    monkeypatch.setattr(hadamard_launch, "_shared_bytes", lambda index: 99 * 1024)
+    assert "8 rows are more than the 7" in heads_gemm.available(x, 1, 32, 128, 4, 0.9, *weight)
+    assert heads_gemm.available(x[:7], 1, 32, 128, 4, 0.9, *weight) is None
+    got = heads_gemm.hadamard_gemm_w4a4(x, 1, 32, 128, 4, 0.9, *weight)
+    torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05 * expected.abs().max().item())  # of the reference
+
+
+def test_the_binding_refuses_an_output_of_another_type() -> None:
+    weight, x = linear(1000, 4096), torch.randn(1, 4096, device="cuda", dtype=torch.float16)
+    out, sums = torch.empty(1, 1000, device="cuda"), torch.empty_like(x)
+    pointers = (weight[0].data_ptr(), weight[1].data_ptr(), 0, out.data_ptr())
+    for kind in (1, 2):
+        with pytest.raises(RuntimeError, match="invalid argument"):
+            registry.extension().add_rms_norm_gemm(
+                x.data_ptr(), 4096, 0, 0, 0, 4096, 1e-5, 0.9 / 7, 4, sums.data_ptr(),
+                (*pointers, 1, 1000, 4096, kind, 0, 0), registry.stream(x),
+            )  # fmt: skip
+
+
+def test_operands_that_a_kernel_would_misread_are_refused() -> None:
+    x, gate_up = (torch.randn(1, k, device="cuda", dtype=torch.float16) for k in (4096, 22016))
+    tiles, scale, bias = linear(64, 4096)
+    residual = torch.randn(1, 64, device="cuda", dtype=torch.float16)
+    good = {"qweight": tiles, "weight_scale": scale, "bias": bias, "residual": residual}
+    bad = [
+        ("qweight", tiles[..., :128], "256"),
+        ("qweight", tiles.view(torch.int8), "int8"),
+        ("qweight", tiles[:3], "do not fit"),
+        ("qweight", tiles[0], "do not fit"),
+        ("qweight", tiles.cpu(), "on cpu"),
+        ("weight_scale", scale.half(), "float16"),
+        ("weight_scale", scale[:40], "do not fit"),
+        ("weight_scale", scale.cpu(), "on cpu"),
+        ("bias", bias[:63], "63"),
+        ("bias", bias.int(), "int32"),
+        ("bias", bias.cpu(), "on cpu"),
+        ("residual", residual.bfloat16(), "bfloat16"),
+        ("residual", residual[:, :63], "63"),
+        ("residual", residual.cpu(), "cpu"),
+    ]
+    for name, value, told in bad:
+        arguments = {**good, name: value}
+        with pytest.raises(ValueError, match=told):
+            heads_gemm.hadamard_gemm_w4a4(x, 1, 32, 128, 4, 0.9, *arguments.values())
+        if name != "residual":
+            with pytest.raises(ValueError, match=told):
+                norm_gemm.add_rms_norm_gemm_w4a4(x, None, 1e-5, 4, 0.9, *list(arguments.values())[:3])
+    with pytest.raises(RuntimeError, match="device"):
+        norm_gemm.add_rms_norm_gemm_w4a4(x, x.cpu(), 1e-5, 4, 0.9, tiles, scale, bias)
+    with pytest.raises(ValueError, match="do not fit"):
+        silu_gemm.silu_mul_hadamard_gemm_w4a4(gate_up, 172, 64, 4, 0.9, tiles, scale, bias)

@@ -251,6 +251,24 @@ def test_hostile_rows(size: str, dtype: torch.dtype) -> None:
     assert (plain[0] == 0).all()
 
 
+@pytest.mark.parametrize("size", ["4096", "8192", "11008", "13824", "14336", "28672"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_products_that_tower_above_the_row(size: str, dtype: torch.dtype) -> None:
+    """Gates that shut off large values: rows are begun anew, whatever power of two their largest value asks for."""
+    order, pow2 = SIZES[size]
+    n, m = order * pow2, 700
+    pair = torch.empty(m, 2 * n, device="cuda").normal_()
+    pair[:, :n], pair[:, n:] = -30, 2000 * pair[:, n:].sign()
+    largest = torch.logspace(-3, 12, m, 2, device="cuda")[:, None]
+    spikes = torch.randperm(n, device="cuda")[:128]
+    pair[:, spikes], pair[:, n + spikes] = 8, largest / 8 * torch.empty(m, 128, device="cuda").uniform_(-1, 1)
+    pair = pair.to(dtype)
+    for rows in (pair, pair[:300]):  # the kernel for many rows, and the other one
+        for bits in (4, 8):
+            actual, expected = (f(rows, order, pow2, bits, 0.9) for f in (silu_op.cuda, silu_op.reference))
+            assert_codes(actual, expected, bits, exact=False)
+
+
 @pytest.mark.parametrize("heads", [(1, 32), (1, 64), (1, 8), (20, 2), (12, 2), (28, 1), (12, 8)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -296,11 +314,12 @@ def test_blocks(width: int, order: int, pow2: int, inner: int, dtype: torch.dtyp
 def test_offsets_and_strides(size: str, offset: int, extra: int, dtype: torch.dtype) -> None:
     order, pow2 = SIZES[size]
     n = order * pow2
-    base = gated(300, n + offset + extra, dtype)
+    base = gated(700, n + offset + extra, dtype)  # more than the kernel for many rows needs
     pair = base[:, offset : offset + 2 * n]
-    actual, expected = (f(pair, order, pow2, 4, 0.9) for f in (silu_op.cuda, silu_op.reference))
-    assert_codes(actual, expected, 4, exact=False)
-    check_plain(pair[:, n:], order, pow2)
+    for rows in (pair, pair[:300], pair[::2], pair[3].expand(700, -1)):
+        actual, expected = (f(rows, order, pow2, 4, 0.9) for f in (silu_op.cuda, silu_op.reference))
+        assert_codes(actual, expected, 4, exact=False)
+    check_plain(pair[:300, n:], order, pow2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -328,6 +347,10 @@ def test_no_rows() -> None:
     assert codes.shape == (0, 11008)
     assert scale.shape == (0,)
     assert hadamard_op._cuda(x, 172, 128, 1).shape == (0, 22016)
+    for op, arguments in ((quantize_op, (1, 64, 1)), (silu_op, (1, 64))):  # rows of nothing
+        codes, scale = op.cuda(torch.empty(3, 0, device="cuda", dtype=torch.float16), *arguments, 4, 0.9)
+        assert codes.shape == (3, 0)
+        assert (scale == 0).all()
 
 
 @pytest.mark.parametrize("size", ["4096", "11008", "28672", "10944"])
