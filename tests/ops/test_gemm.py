@@ -93,6 +93,41 @@ def test_operands_that_do_not_fit() -> None:
         gemm_w8a8(codes, rows, weight, torch.rand(20, 7), None, torch.float32)
 
 
+@pytest.mark.parametrize(
+    ("place", "change", "told"),
+    [
+        (0, lambda codes: codes[0], "do not fit"),
+        (0, lambda codes: codes.view(torch.uint8), "got torch.uint8"),
+        (0, lambda codes: codes.float(), "got torch.float32"),
+        (1, lambda rows: rows.double(), "got torch.int8, torch.float64"),
+        (2, lambda tiles: tiles[..., :128], "do not fit"),
+        (2, lambda tiles: tiles.view(torch.int8), "int8"),
+        (3, lambda scale: scale.half(), "float16"),
+        (3, lambda scale: scale[0], "do not fit"),
+        (4, lambda bias: bias.int(), "int32"),
+    ],
+)
+def test_operands_of_another_kind(place: int, change, told: str) -> None:
+    codes, rows, weight, scale, bias = operands(4, 20, 96, 4, 4)
+    arguments = [codes, rows, pack_int4_tiles(weight), scale, bias]
+    arguments[place] = change(arguments[place])
+    with pytest.raises(ValueError, match=told):
+        gemm_w4a4(*arguments, torch.float32)
+    if place != 2:
+        arguments[2] = weight
+        with pytest.raises(ValueError, match=told):
+            gemm_w8a8(*arguments, torch.float32)
+
+
+def test_packed_codes_that_are_not_packed() -> None:
+    codes, rows, weight, scale, _ = operands(4, 20, 96, 4, 4)
+    tiles = pack_int4_tiles(weight)
+    with pytest.raises(ValueError, match="packed codes, row_scale"):
+        gemm_w4a4(codes[:, :48], rows, tiles, scale, None, torch.float32, True)
+    with pytest.raises(ValueError, match="do not fit"):
+        gemm_w4a4(pack_nibbles(codes), rows, tiles, scale, None, torch.float32)
+
+
 def test_schemas_and_fakes() -> None:
     codes, rows, weight, scale, bias = operands(4, 20, 96, 4, 4)
     tiles = pack_int4_tiles(weight)

@@ -83,6 +83,9 @@ def test_operands_that_do_not_fit() -> None:
             call(x[None], 4, tiles, scale, bias)
         with pytest.raises(ValueError, match=r"do not fit rows of 96 columns; int4 tiles are uint8"):
             call(x, 4, tiles[:, :2], scale, bias)
+        for wrong in (tiles[..., :128], tiles[0], tiles.view(torch.int8)):
+            with pytest.raises(ValueError, match="do not fit rows of 96 columns"):
+                call(x, 4, wrong, scale, bias)
         with pytest.raises(ValueError, match=r"weight_scale \(40,\) torch.float32 do not fit"):
             call(x, 4, tiles, torch.rand(40), None)
         with pytest.raises(ValueError, match=r"bias must be \[20\] floats"):
