@@ -139,9 +139,10 @@ def share_apart() -> Callable[[torch.Tensor, torch.Tensor], float]:
     """``share_apart(ours, theirs)``: of the sequences in logits [B, T, vocab], those that went another way.
 
     They have a token more than a thousandth away. For models with quantised activations that two sides compute in fp32:
-    these round apart by 1e-7, which moves about one code in 10^7, and random layers of 4 bits amplify one such code
-    until whatever follows it in its sequence is a tenth away. How far a few sequences are apart is therefore chance;
-    how many of many are is not: most meet no such code, and a fault leaves none as it was.
+    these round apart by 1e-7, which moves a few codes in 10^7 (16 times as many with 8 bits as with 4), and random
+    layers of 4 bits amplify one such code until whatever follows it in its sequence is a tenth away. How far a few
+    sequences are apart is therefore chance; how many of many short ones are is not: most meet no such code, and a fault
+    leaves none as it was.
     """
 
     def share(ours: torch.Tensor, theirs: torch.Tensor) -> float:

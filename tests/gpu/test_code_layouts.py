@@ -88,7 +88,7 @@ def test_experts_do_not_depend_on_the_layout() -> None:
 def test_scales_at_the_end_of_fp32(dtype: torch.dtype) -> None:
     """Powers of two around the smallest normal: stored is a normal sixteenth or 0, which stands for code * scale."""
     exponents = torch.arange(-148, 125, device="cuda")[:, None]
-    x = torch.ldexp(torch.tensor([[7.0, -8.0, 3.0, -1.0] * 16], device="cuda"), exponents)
+    x = torch.ldexp(torch.tensor([7.0, -8.0, 3.0, -1.0] * 16, device="cuda").expand(len(exponents), -1), exponents)
     x = x.to(dtype).repeat(2, 1)  # beyond the switch, too
     (codes, scale), (upper, sixteenth) = (quantize_per_token(x, 4, 7 / 8, False, high) for high in (False, True))
     assert_same(scale, (x.float().abs().amax(1) / 8).where(x.float().abs().amax(1) / 8 >= 2.0**-126, 0.0))
