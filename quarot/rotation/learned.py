@@ -97,7 +97,7 @@ def learn_refinement(
     Raises:
         NotImplementedError: experts.
         ValueError: not rotated.
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss or its gradient is not finite.
     """
     record, sizes = architecture_of(model), geometry(model)
     if record.experts is not None:

@@ -38,7 +38,7 @@ def tune_layer(model: Any, work: LayerQuantizer, config: QuarotConfig) -> list[f
         at each token, as the next norm sees it, in units of the error that the first windows start with.
 
     Raises:
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss or its gradient is not finite.
     """
     assert work.inputs is not None and work.reference is not None
     device = next(work.layer.parameters()).device

@@ -60,7 +60,7 @@ def optimize(
         seconds: as many of the steps as fit into this time, by the duration of a trial step; None for all of them.
 
     Raises:
-        FloatingPointError: the loss is not finite.
+        FloatingPointError: the loss or its gradient is not finite; the parameters are worthless then.
     """
     device = groups[0]["params"][0].device
     windows, targets, held = material
@@ -109,8 +109,10 @@ def optimize(
     best.restore()
     forget()
     found = torch.stack(losses).tolist() if losses else []
-    if not all(math.isfinite(loss) for loss in found):
-        raise FloatingPointError(f"{description}: the loss is not finite; lower the learning rate")
+    # A gradient that is not finite in the last step shows in no loss.
+    finite = torch.stack([p.isfinite().all() for group in groups for p in group["params"]])
+    if not (all(map(math.isfinite, found)) and finite.all()):
+        raise FloatingPointError(f"{description}: the loss or its gradient is not finite; lower the learning rate")
     return found
 
 

@@ -1,7 +1,7 @@
 """The quantisers of the run-time path with gradients: the same integers forward, rounding as the identity backward.
 
-Scales are part of the graph, so that a rotation learns to make the largest value smaller and a clip ratio learns itself
-(in the manner of learned step sizes, Esser et al., 2020): with t = x / s and q its code, ``y = s q`` has dy/dx = 1
+Scales of activations, keys and values are part of the graph, so that a rotation learns to make the largest value smaller
+and a clip ratio learns itself (in the manner of learned step sizes, Esser et al., 2020): with t = x / s and q its code, ``y = s q`` has dy/dx = 1
 inside the range and 0 outside, and dy/ds = q - t inside, q (the end of the range) outside.
 
 Written as autograd functions that keep nothing but their input: through PyTorch's own operations each of these would
@@ -128,43 +128,39 @@ def quantize_cache(x: Tensor, bits: int, clip: float, group_size: int) -> Tensor
 
 
 class _Weights(torch.autograd.Function):
-    """``step * (clamp(rint(weight / step) + zero) - zero)`` for weight [N, G, K/G], step and zero [N, G, 1]."""
+    """``clamp(rint(latent) + zero) - zero`` for fp32 latents [N, G, K/G] and zeros [N, G, 1]."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, step: Tensor, zero: Tensor | None, half: int) -> Tensor:
-        ctx.save_for_backward(weight, step, zero)
-        ctx.half, ctx.kernels = half, _kernels(weight)
+    def forward(ctx: Any, latent: Tensor, zero: Tensor | None, half: int) -> Tensor:
+        ctx.save_for_backward(latent, zero)
+        ctx.half, ctx.kernels = half, _kernels(latent)
         if ctx.kernels is not None:
-            return ctx.kernels.weights_forward(weight, step, zero, half)  # type: ignore[no-any-return]
-        return _centred_codes(weight / step, zero, half).mul_(step)
+            return ctx.kernels.weights_forward(latent, zero, half)  # type: ignore[no-any-return]
+        return _centred_codes(latent, zero, half)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        weight, step, zero = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        latent, zero = ctx.saved_tensors
         if ctx.kernels is not None:
-            found = ctx.kernels.weights_backward(weight, gradients[0].contiguous(), step, zero, ctx.half)
-            return (*found, None, None)
-        gradient = gradients[0].float()
-        position = weight / step
-        codes = _centred_codes(position.clone(), zero, ctx.half)
+            return ctx.kernels.weights_backward(latent, gradients[0].contiguous(), zero, ctx.half), None, None
         # Half a step beyond the last code still rounds to it, and may come back.
-        outside = (position - codes).abs() > 0.5
-        of_step = torch.where(outside, codes, codes - position).mul_(gradient).sum(-1, keepdim=True)
-        return gradient.masked_fill(outside, 0), of_step, None, None
+        outside = (latent - _centred_codes(latent, zero, ctx.half)).abs() > 0.5
+        return gradients[0].masked_fill(outside, 0), None, None
 
 
-def _centred_codes(position: Tensor, zero: Tensor | None, half: int) -> Tensor:
-    """Codes minus zeros; works in place."""
+def _centred_codes(latent: Tensor, zero: Tensor | None, half: int) -> Tensor:
+    """Codes minus zeros."""
     if zero is None:
-        return position.round_().clamp_(-half, half - 1)
-    return position.round_().add_(zero).clamp_(-half, half - 1).sub_(zero)
+        return latent.round().clamp_(-half, half - 1)
+    return latent.round().add_(zero).clamp_(-half, half - 1).sub_(zero)
 
 
-def quantize_weights(weight: Tensor, step: Tensor, zero: Tensor | None, bits: int) -> Tensor:
-    """``step * (code - zero)`` with ``code = clamp(rint(weight / step) + zero)``, fp32 [N, K]; step and zero [N, G].
+def round_latents(latent: Tensor, zero: Tensor | None, bits: int) -> Tensor:
+    """The code minus its zero of each weight, ``clamp(rint(latent) + zero) - zero``, with gradients inside the range.
 
-    Gradients to the weight (inside the range) and to the step.
+    Args:
+        latent: fp32 [N, G, K/G], weights in units of their scale.
+        zero: fp32 [N, G], integers; None for symmetric codes.
+        bits: of the codes.
     """
-    groups = weight.unflatten(-1, (step.shape[1], -1))
-    wide_zero = None if zero is None else zero[..., None]
-    return _Weights.apply(groups, step[..., None], wide_zero, 2 ** (bits - 1)).flatten(-2)  # type: ignore[no-untyped-call,no-any-return]
+    return _Weights.apply(latent, None if zero is None else zero[..., None], 2 ** (bits - 1))  # type: ignore[no-untyped-call,no-any-return]

@@ -11,7 +11,7 @@ from quarot.nn.quant_linear import QuantLinear
 from quarot.quantization.stages import stages
 from quarot.quantization.storage import store
 from quarot.tuning.shared_input import SharedInput
-from quarot.tuning.straight_through import quantize_weights
+from quarot.tuning.straight_through import round_latents
 
 
 class TrainableLinear(nn.Module):
@@ -55,9 +55,9 @@ class TrainableLinear(nn.Module):
         # Latents move with the scale, so that its gradient is exact. With latents that stay it is that of a learned
         # step size, which drifts: inside its interval a latent is where the gradient has moved it, the two agree in
         # sign, and training shrinks every scale.
-        codes = quantize_weights(self.latent, torch.ones_like(self.scale), self.zero, self.source.w_bits)
         scale = self.scale * self.log_step.exp()
-        return (codes.unflatten(-1, (scale.shape[1], -1)) * scale[..., None]).flatten(-2)
+        codes = round_latents(self.latent.unflatten(-1, (scale.shape[1], -1)), self.zero, self.source.w_bits)
+        return (codes * scale[..., None]).flatten(-2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]."""

@@ -102,53 +102,52 @@ def backward(x: Tensor, grad: Tensor, clip: Tensor, qmax: int, smallest: float) 
 
 
 @triton.jit
-def _weights_forward(x, y, step, zero, columns, half: tl.constexpr, has_zero: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weights_forward(x, y, zero, columns, half: tl.constexpr, has_zero: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, block)
     mask = place < columns
-    size, shift = tl.load(step + row), 0.0
+    shift = 0.0
     if has_zero:
         shift = tl.load(zero + row)
-    code = _code(tl.load(x + row * columns + place, mask=mask, other=0.0) / size, shift, -half, half - 1.0)
-    tl.store(y + row * columns + place, code * size, mask=mask)
+    code = _code(tl.load(x + row * columns + place, mask=mask, other=0.0), shift, -half, half - 1.0)
+    tl.store(y + row * columns + place, code, mask=mask)
 
 
 @triton.jit
 def _weights_backward(  # type: ignore[no-untyped-def]
-    x, grad, grad_x, grad_step, step, zero, columns, half: tl.constexpr, has_zero: tl.constexpr, block: tl.constexpr
+    x, grad, grad_x, zero, columns, half: tl.constexpr, has_zero: tl.constexpr, block: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, block)
     mask = place < columns
-    size, shift = tl.load(step + row), 0.0
+    shift = 0.0
     if has_zero:
         shift = tl.load(zero + row)
-    position = tl.load(x + row * columns + place, mask=mask, other=0.0) / size
+    position = tl.load(x + row * columns + place, mask=mask, other=0.0)
     code = _code(position, shift, -half, half - 1.0)
     given = tl.load(grad + row * columns + place, mask=mask, other=0.0).to(tl.float32)
     inside = tl.abs(position - code) <= 0.5
     tl.store(grad_x + row * columns + place, tl.where(inside, given, 0.0), mask=mask)
-    tl.store(grad_step + row, _of_scale(given, position, code, inside))
 
 
-def weights_forward(x: Tensor, step: Tensor, zero: Tensor | None, half: int) -> Tensor:
-    """fp32 [N, G, K/G] -> the same, rounded; ``step`` and ``zero`` [N, G, 1]."""
+def weights_forward(x: Tensor, zero: Tensor | None, half: int) -> Tensor:
+    """Latents fp32 [N, G, K/G], contiguous -> their codes minus zeros; ``zero`` [N, G, 1]."""
     result, columns = torch.empty_like(x), x.shape[-1]
     constants: dict[str, Any] = {"half": float(half), "has_zero": zero is not None}
     if x.numel():
         block = triton.next_power_of_2(columns)
-        _weights_forward[(step.numel(),)](x, result, step, zero, columns, block=block, **constants)
+        _weights_forward[(x.numel() // columns,)](x, result, zero, columns, block=block, **constants)
     return result
 
 
-def weights_backward(x: Tensor, grad: Tensor, step: Tensor, zero: Tensor | None, half: int) -> tuple[Tensor, Tensor]:
-    """Gradients of x and of the step."""
-    grad_x, grad_step, columns = torch.empty_like(x), torch.zeros_like(step), x.shape[-1]
+def weights_backward(x: Tensor, grad: Tensor, zero: Tensor | None, half: int) -> Tensor:
+    """Gradient of x."""
+    grad_x, columns = torch.empty_like(x), x.shape[-1]
     constants: dict[str, Any] = {"half": float(half), "has_zero": zero is not None}
     if x.numel():
         block = triton.next_power_of_2(columns)
-        _weights_backward[(step.numel(),)](x, grad, grad_x, grad_step, step, zero, columns, block=block, **constants)
-    return grad_x, grad_step
+        _weights_backward[(x.numel() // columns,)](x, grad, grad_x, zero, columns, block=block, **constants)
+    return grad_x
 
 
 @triton.jit

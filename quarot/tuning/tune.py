@@ -60,7 +60,7 @@ def tune(
     ``tune_batch_size`` windows through all layers. On a GPU matmuls run in bfloat16; quantisers always in float32.
 
     Raises:
-        FloatingPointError: the loss is not finite. The model keeps what was learned until then.
+        FloatingPointError: the loss or its gradient is not finite; the model is worthless then.
     """
     device = model.get_input_embeddings().weight.device
     half = device.type == "cuda"

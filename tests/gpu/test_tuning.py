@@ -13,7 +13,7 @@ from quarot.quantization.quantize_model import quantize_model
 from quarot.rotation.rotate import rotate_model
 from quarot.tuning import straight_through
 from quarot.tuning.distillation import head_divergence
-from quarot.tuning.straight_through import quantize_activations, quantize_cache, quantize_weights
+from quarot.tuning.straight_through import quantize_activations, quantize_cache, round_latents
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -66,14 +66,14 @@ def both_ways(monkeypatch: pytest.MonkeyPatch, run: Callable[[], tuple[torch.Ten
 @pytest.mark.parametrize("groups", [1, 3])
 def test_triton_rounds_weights_as_pytorch_does(symmetric: bool, groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator("cuda").manual_seed(0)
-    weight, grad = (torch.randn(65, 576, device="cuda", generator=generator) * 5 for _ in range(2))
-    step = torch.rand(65, groups, device="cuda", generator=generator) + 0.1
-    zero = None if symmetric else torch.randint(-8, 8, step.shape, device="cuda", generator=generator).float()
+    shape = (65, groups, 576 // groups)
+    latent, grad = (torch.randn(shape, device="cuda", generator=generator) * 5 for _ in range(2))
+    zero = None if symmetric else torch.randint(-8, 8, shape[:2], device="cuda", generator=generator).float()
 
     def run() -> tuple[torch.Tensor, ...]:
-        w, s = weight.clone().requires_grad_(True), step.clone().requires_grad_(True)
-        y = quantize_weights(w, s, zero, 4)
-        return (y.detach(), *torch.autograd.grad(y, (w, s), grad))
+        own = latent.clone().requires_grad_(True)
+        y = round_latents(own, zero, 4)
+        return y.detach(), *torch.autograd.grad(y, own, grad)
 
     both_ways(monkeypatch, run)
 

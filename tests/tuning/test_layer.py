@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.quantize_model import quantize_model
@@ -16,24 +15,8 @@ from quarot.rotation.rotate import rotate_model
 from quarot.tuning import layer
 from quarot.tuning.layer import tune_layer
 
-WINDOWS = torch.randint(3, 128, (48, 48), generator=torch.Generator().manual_seed(5))
-UNSEEN = torch.randint(3, 128, (16, 48), generator=torch.Generator().manual_seed(6))
-FIELDS: dict[str, Any] = {"calibration": WINDOWS, "progress": False}
+Divergence = Callable[[nn.Module, nn.Module, torch.Tensor], float]
 TRAINED: dict[str, Any] = {"layer_steps": 60, "tune_learning_rate": 0.01}
-
-
-def divergence(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
-    with torch.no_grad():
-        own = F.log_softmax(model(ids, use_cache=False).logits, -1)
-        wanted = F.log_softmax(reference(ids, use_cache=False).logits, -1)
-    return float((wanted.exp() * (wanted - own)).sum(-1).mean())
-
-
-@pytest.fixture
-def rotated(tiny_model: Callable[..., nn.Module]) -> nn.Module:
-    model = tiny_model("llama")
-    rotate_model(model, progress=False)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -41,36 +24,43 @@ def rotated(tiny_model: Callable[..., nn.Module]) -> nn.Module:
     [{}, {"w_symmetric": False, "w_group_size": 32, "a_bits": 8}, {"w_method": "rtn"}, {"a_bits": 16, "k_bits": 16}],
     ids=str,
 )
-def test_training_layers_helps(rotated: nn.Module, fields: dict[str, Any]) -> None:
-    plain = quantize_model(copy.deepcopy(rotated), **fields, **FIELDS)
-    trained = quantize_model(copy.deepcopy(rotated), **TRAINED, **fields, **FIELDS)
-    assert divergence(trained, rotated, WINDOWS) < 0.9 * divergence(plain, rotated, WINDOWS)
-    assert divergence(trained, rotated, UNSEEN) < divergence(plain, rotated, UNSEEN)
+def test_training_layers_helps(
+    rotated: nn.Module,
+    fields: dict[str, Any],
+    quantize: Callable[..., Any],
+    divergence: Divergence,
+    windows: torch.Tensor,
+    unseen: torch.Tensor,
+) -> None:
+    plain = quantize(copy.deepcopy(rotated), **fields)
+    trained = quantize(copy.deepcopy(rotated), **TRAINED, **fields)
+    assert divergence(trained, rotated, windows) < 0.9 * divergence(plain, rotated, windows)
+    assert divergence(trained, rotated, unseen) < divergence(plain, rotated, unseen)
     sizes = [sum(p.numel() * p.element_size() for p in model.parameters()) for model in (trained, plain)]
     assert sizes[0] == sizes[1]
     assert not any(p.grad is not None for p in trained.parameters())
 
 
-def test_an_interrupted_run_continues(rotated: nn.Module, tmp_path: Path) -> None:
-    fields = {**TRAINED, "layer_steps": 4, "resume_dir": tmp_path, **FIELDS}
-    first = quantize_model(copy.deepcopy(rotated), **fields)
+def test_an_interrupted_run_continues(rotated: nn.Module, tmp_path: Path, quantize: Callable[..., Any]) -> None:
+    fields = {**TRAINED, "layer_steps": 4, "resume_dir": tmp_path}
+    first = quantize(copy.deepcopy(rotated), **fields)
     last = sorted(tmp_path.glob("*layers.1.safetensors"))
     assert last
     last[0].unlink()
-    again = quantize_model(copy.deepcopy(rotated), **fields)
+    again = quantize(copy.deepcopy(rotated), **fields)
     for (name, a), (_, b) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
     assert first.config.quantization_config == again.config.quantization_config
 
 
 def test_layers_with_experts_are_left_alone(
-    tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+    tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture, quantize: Callable[..., Any]
 ) -> None:
     """Of this model the first layer has experts and the second has none."""
     model = tiny_model("qwen3_moe")
     rotate_model(model, progress=False)
-    plain = quantize_model(copy.deepcopy(model), **FIELDS).state_dict()
-    trained = quantize_model(model, layer_steps=3, tune_learning_rate=0.01, **FIELDS).state_dict()
+    plain = quantize(copy.deepcopy(model)).state_dict()
+    trained = quantize(model, layer_steps=3, tune_learning_rate=0.01).state_dict()
     changed = {name for name in plain if not torch.equal(plain[name], trained[name])}
     assert changed
     assert all(name.startswith("model.layers.1.") for name in changed)
@@ -79,18 +69,18 @@ def test_layers_with_experts_are_left_alone(
 
 @pytest.mark.parametrize("more", [{"tune_steps": 2}, {"rotation_steps": 2}], ids=str)
 def test_layers_are_trained_before_the_whole_model_is(
-    rotated: nn.Module, more: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    rotated: nn.Module, more: dict[str, int], monkeypatch: pytest.MonkeyPatch, quantize: Callable[..., Any]
 ) -> None:
     """Rounding to nearest asks for no hidden states, training the whole model neither: layers do."""
     losses: list[list[float]] = []
     monkeypatch.setattr(layer, "tune_layer", lambda *given: losses.append(tune_layer(*given)))
-    quantize_model(rotated, w_method="rtn", training_samples=8, **TRAINED, **more, **FIELDS)
+    quantize(rotated, w_method="rtn", training_samples=8, **TRAINED, **more)
     assert len(losses) == rotated.config.num_hidden_layers
     assert all(found[-1] < 0.9 * found[0] for found in losses)
 
 
 def test_experts_cost_no_second_model_and_no_weights_before_rounding(
-    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch, quantize: Callable[..., Any]
 ) -> None:
     model = tiny_model("mixtral")
     rotate_model(model, progress=False)
@@ -102,12 +92,12 @@ def test_experts_cost_no_second_model_and_no_weights_before_rounding(
         advance(work)
 
     monkeypatch.setattr(LayerQuantizer, "advance", watched)
-    quantize_model(model, layer_steps=3, lm_head_bits=8, **FIELDS)
+    quantize(model, layer_steps=3, lm_head_bits=8)
     assert kept == [(True, 0)] * model.config.num_hidden_layers
 
 
-def test_training_is_refused_where_it_cannot_be_asked_for(rotated: nn.Module) -> None:
+def test_training_is_refused_where_it_cannot_be_asked_for(rotated: nn.Module, quantize: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="layer_steps=-1 must be 0 or more"):
-        quantize_model(rotated, layer_steps=-1, **FIELDS)
+        quantize(rotated, layer_steps=-1)
     with pytest.raises(ValueError, match="calibration text is needed for training layers"):
         quantize_model(rotated, layer_steps=3, w_method="rtn", progress=False)

@@ -1,5 +1,8 @@
 """The training loop keeps the parameters of the least held-out loss, and never trains on what is held out."""
 
+from typing import Any
+
+import pytest
 import torch
 
 from quarot.tuning.material import Material
@@ -45,3 +48,30 @@ def test_the_best_step_on_the_held_windows_is_kept() -> None:
     assert last > 2.5
     assert abs(kept - 2.4) < abs(last - 2.4) / 2
     assert set(trained_on) == set(seen) == set(range(6))
+
+
+class _PoisonedBackward(torch.autograd.Function):
+    """The identity, whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0] * float("nan")
+
+
+@pytest.mark.parametrize("poisoned", [2, 3], ids=["a step before the last", "the last step"])
+def test_a_gradient_that_is_nan_is_told(poisoned: int) -> None:
+    """Behind the last step no loss is computed that would show it."""
+    value, steps = torch.nn.Parameter(torch.zeros(())), iter(range(4))
+
+    def loss_of(ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        own = _PoisonedBackward.apply(value) if next(steps) == poisoned else value
+        return (own - wanted).square().mean()
+
+    group = {"params": [value], "base": 0.1}
+    material = Material(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1, 1))
+    with pytest.raises(FloatingPointError, match="fitting: the loss or its gradient is not finite"):
+        optimize(loss_of, [group], material, steps=4, batch_size=2, seed=0, description="fitting", progress=False)

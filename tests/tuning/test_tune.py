@@ -8,42 +8,31 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from quarot.architectures import linear_modules
 from quarot.nn.quant_linear import QuantLinear
 from quarot.quantization.quantize_model import quantize_model
-from quarot.rotation.rotate import rotate_model
 from quarot.tuning.attention import quantized_attention
 from quarot.tuning.tune import _states, _trainable
 
-WINDOWS = torch.randint(3, 128, (48, 48), generator=torch.Generator().manual_seed(5))
-UNSEEN = torch.randint(3, 128, (16, 48), generator=torch.Generator().manual_seed(6))
-FIELDS: dict[str, Any] = {"calibration": WINDOWS, "progress": False}
-
-
-def divergence(model: nn.Module, reference: nn.Module, ids: torch.Tensor) -> float:
-    with torch.no_grad():
-        own = F.log_softmax(model(ids, use_cache=False).logits, -1)
-        wanted = F.log_softmax(reference(ids, use_cache=False).logits, -1)
-    return float((wanted.exp() * (wanted - own)).sum(-1).mean())
-
-
-@pytest.fixture
-def rotated(tiny_model: Callable[..., nn.Module]) -> nn.Module:
-    model = tiny_model("llama")
-    rotate_model(model, progress=False)
-    return model
+Divergence = Callable[[nn.Module, nn.Module, torch.Tensor], float]
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"w_symmetric": False, "w_group_size": 32, "a_bits": 8}, {"w_method": "rtn"}], ids=str
 )
-def test_tuning_helps(rotated: nn.Module, fields: dict[str, Any]) -> None:
-    plain = quantize_model(copy.deepcopy(rotated), **fields, **FIELDS)
-    tuned = quantize_model(copy.deepcopy(rotated), tune_steps=60, tune_learning_rate=0.01, **fields, **FIELDS)
-    assert divergence(tuned, rotated, WINDOWS) < 0.85 * divergence(plain, rotated, WINDOWS)
-    assert divergence(tuned, rotated, UNSEEN) < divergence(plain, rotated, UNSEEN)
+def test_tuning_helps(
+    rotated: nn.Module,
+    fields: dict[str, Any],
+    quantize: Callable[..., Any],
+    divergence: Divergence,
+    windows: torch.Tensor,
+    unseen: torch.Tensor,
+) -> None:
+    plain = quantize(copy.deepcopy(rotated), **fields)
+    tuned = quantize(copy.deepcopy(rotated), tune_steps=60, tune_learning_rate=0.01, **fields)
+    assert divergence(tuned, rotated, windows) < 0.85 * divergence(plain, rotated, windows)
+    assert divergence(tuned, rotated, unseen) < divergence(plain, rotated, unseen)
     assert sum(p.numel() * p.element_size() for p in tuned.parameters()) == sum(
         p.numel() * p.element_size() for p in plain.parameters()
     )
@@ -51,13 +40,15 @@ def test_tuning_helps(rotated: nn.Module, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("fields", [{}, {"kv_bits_by_layer": [[2, 8], [8, 2]]}], ids=["one cache", "cache by layer"])
-def test_what_is_trained_is_what_runs(rotated: nn.Module, fields: dict[str, Any]) -> None:
+def test_what_is_trained_is_what_runs(
+    rotated: nn.Module, fields: dict[str, Any], quantize: Callable[..., Any], unseen: torch.Tensor
+) -> None:
     """The trainable model's hidden states are the integer model's, but for single values on a rounding edge."""
-    model = quantize_model(copy.deepcopy(rotated), **fields, **FIELDS)
+    model = quantize(copy.deepcopy(rotated), **fields)
     with torch.no_grad():
-        integer = _states(model, UNSEEN)
+        integer = _states(model, unseen)
         with _trainable(model, {}), quantized_attention(model, model.config.quantization_config):
-            trained = _states(model, UNSEEN)
+            trained = _states(model, unseen)
     assert float((trained - integer).norm() / integer.norm()) < 0.02
 
 
@@ -79,8 +70,8 @@ def test_the_gradient_of_a_scale_is_exact(rotated: nn.Module, fields: dict[str, 
     assert torch.allclose(layer.source.dequantize(), expected, rtol=1e-5)
 
 
-def test_clips_are_recorded_and_shared_by_siblings(rotated: nn.Module) -> None:
-    model = quantize_model(rotated, tune_steps=5, tune_learning_rate=0.05, **FIELDS)
+def test_clips_are_recorded_and_shared_by_siblings(rotated: nn.Module, quantize: Callable[..., Any]) -> None:
+    model = quantize(rotated, tune_steps=5, tune_learning_rate=0.05)
     config = model.config.quantization_config
     for name, module, role in linear_modules(model):
         if role != "lm_head":
@@ -90,9 +81,9 @@ def test_clips_are_recorded_and_shared_by_siblings(rotated: nn.Module) -> None:
     assert attention.q_proj.a_clip == attention.k_proj.a_clip == attention.v_proj.a_clip != 0.9
 
 
-def test_tuning_resumes_from_finished_layers(rotated: nn.Module, tmp_path: Path) -> None:
-    fields = {"tune_steps": 4, "resume_dir": tmp_path, **FIELDS}
-    first = quantize_model(copy.deepcopy(rotated), **fields)
-    again = quantize_model(copy.deepcopy(rotated), **fields)
+def test_tuning_resumes_from_finished_layers(rotated: nn.Module, tmp_path: Path, quantize: Callable[..., Any]) -> None:
+    fields = {"tune_steps": 4, "resume_dir": tmp_path}
+    first = quantize(copy.deepcopy(rotated), **fields)
+    again = quantize(copy.deepcopy(rotated), **fields)
     for (name, a), (_, b) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
