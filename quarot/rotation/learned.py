@@ -107,7 +107,7 @@ def learn_refinement(
     body = model.get_submodule(record.layers.rpartition(".")[0])
     device = embedding.weight.device
     half = device.type == "cuda"
-    head = head.to(torch.bfloat16) if half else head
+    head = head.to(torch.bfloat16 if half else torch.float32)
     scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
     refinement = Refinement(sizes, config.a_clip, device, rope_pairs(model))
     learned = ((name, p) for name, p in refinement.named_parameters() if p.numel())

@@ -48,6 +48,7 @@ def tune_layer(model: Any, work: LayerQuantizer, config: QuarotConfig) -> list[f
     args, kwargs = work.inputs.arguments(work.index, size, device)
 
     def error(states: Tensor, target: Tensor) -> Tensor:
+        states = states.float() if states.dtype == torch.float16 else states  # see `frozen`
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             out = work.layer(states, *args, **kwargs)
         out, target = (out[0] if isinstance(out, tuple) else out).float(), target.float()

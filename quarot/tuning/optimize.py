@@ -166,14 +166,22 @@ class _HeldOut:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for what the model has already (embeddings, norms)."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for parameter in parameters:
+    """What the model has already (embeddings, norms) gets no gradients, and is fp32 where it is fp16.
+
+    So the hidden states are fp32: the gradient of a mean over thousands of tokens is below what fp16 can hold.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    narrow = [p for p in model.parameters() if p.dtype == torch.float16]
+    for parameter in trained:
         parameter.requires_grad_(False)
+    for parameter in narrow:
+        parameter.data = parameter.data.float()
     try:
         yield
     finally:
-        for parameter in parameters:
+        for parameter in narrow:
+            parameter.data = parameter.data.half()
+        for parameter in trained:
             parameter.requires_grad_(True)
 
 

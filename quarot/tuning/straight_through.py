@@ -1,8 +1,8 @@
 """The quantisers of the run-time path with gradients: the same integers forward, rounding as the identity backward.
 
 Scales of activations, keys and values are part of the graph, so that a rotation learns to make the largest value
-smaller and a clip ratio learns itself (in the manner of learned step sizes, Esser et al., 2020): with t = x / s and q its
-code, ``y = s q`` has dy/dx = 1 inside the range and 0 outside, and dy/ds = q - t inside, q (the end of the range)
+smaller and a clip ratio learns itself (in the manner of learned step sizes, Esser et al., 2020): with t = x / s and q
+its code, ``y = s q`` has dy/dx = 1 inside the range and 0 outside, and dy/ds = q - t inside, q (the end of the range)
 outside.
 
 Written as autograd functions that keep nothing but their input: through PyTorch's own operations each of these would
