@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
-from quarot.architectures import architecture_of, decoder_layers
+from quarot.architectures import Architecture, architecture_of, decoder_layers
 from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.windows import calibration_windows
 from quarot.config import QuarotConfig
@@ -27,6 +27,7 @@ from quarot.quantization.head import quantize_head
 from quarot.quantization.layer import LayerQuantizer
 from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rollback import Rollback
+from quarot.quantization.selection import tell_unused
 from quarot.quantization.stages import has_experts
 
 logger = logging.getLogger("quarot")
@@ -130,11 +131,12 @@ def quantize_layers(
     progress: bool,
 ) -> Quantized:
     """Quantise every layer, and the head where it is among ``configs``."""
+    tell_unused(configs)
     with fused_float32_attention(model):
         record = architecture_of(model)
         inputs = None if windows is None else LayerInputs(model, windows, place.device)
         layers = list(decoder_layers(model))
-        trained = config.layer_steps and not all(has_experts(record, layer) for _, layer in layers)
+        trained = _to_train(record, layers, config)
         upstream = config.gptq_asymmetric or trained
         reference = inputs.copy() if inputs is not None and upstream else None
         found = Quantized({}, {}, {})
@@ -153,12 +155,12 @@ def quantize_layers(
                     work.adopt(finished)
                 else:
                     work.quantize()
-                    if config.layer_steps and chosen:
+                    if name in trained and chosen:
                         _train(model, work, config)
                     if store is not None:
                         store.save(name, work.finished)
                 if index + 1 < len(layers) or record.lm_head in configs:
-                    with _run_time_attention(model, config):
+                    with _run_time_attention(model, config) if trained else nullcontext():
                         work.advance()
                 work.install()
                 for found_here, everywhere in zip((work.clips, work.latents, work.starved), found, strict=True):
@@ -169,26 +171,28 @@ def quantize_layers(
     return found
 
 
+def _to_train(record: Architecture, layers: Sequence[tuple[str, nn.Module]], config: QuarotConfig) -> set[str]:
+    """The names of the layers that ``layer_steps`` trains: those without experts."""
+    if not config.layer_steps:
+        return set()
+    names = {name for name, layer in layers if not has_experts(record, layer)}
+    if len(names) < len(layers):
+        counts = len(layers) - len(names), len(layers), config.layer_steps
+        logger.warning("%d of %d decoder layers have experts and are not trained (layer_steps=%d)", *counts)
+    return names
+
+
 def _train(model: Any, work: LayerQuantizer, config: QuarotConfig) -> None:
-    """Train a quantised layer, unless it has experts."""
     from quarot.tuning.layer import tune_layer
 
-    if has_experts(work.record, work.layer):
-        logger.warning("%s has experts and is not trained (layer_steps=%d)", work.name, config.layer_steps)
-    else:
-        tune_layer(model, work, config)
+    tune_layer(model, work, config)
 
 
-@contextmanager
-def _run_time_attention(model: Any, config: QuarotConfig) -> Iterator[None]:
+def _run_time_attention(model: Any, config: QuarotConfig) -> AbstractContextManager[None]:
     """Layers that are trained one after the other see the error of the cache in front of them as well."""
-    if not config.layer_steps:
-        yield
-        return
     from quarot.tuning.attention import quantized_attention
 
-    with quantized_attention(model, config):
-        yield
+    return quantized_attention(model, config)
 
 
 def _lower(config: QuarotConfig) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
@@ -79,6 +80,18 @@ def check_patterns(names: Sequence[str], config: QuarotConfig) -> None:
     for entry in config.ignore:
         if not any(config.replace(ignore=[entry], overrides={}, lm_head_bits=16).ignores(name) for name in names):
             _warn_once(f"ignore: {entry!r} matches no linear layer of this model, whose names are like {names[0]}")
+
+
+def tell_unused(configs: Mapping[str, QuarotConfig]) -> None:
+    """Warn of ``gptq_*`` fields that somebody asked for while nothing is rounded by GPTQ."""
+    if any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()):
+        return
+    defaults = QuarotConfig()
+    names = [field.name for field in dataclasses.fields(QuarotConfig) if field.name.startswith("gptq_")]
+    asked = {n: getattr(c, n) for c in configs.values() for n in names if getattr(c, n) != getattr(defaults, n)}
+    if asked:
+        fields = ", ".join(f"{name}={value}" for name, value in asked.items())
+        logger.warning("%s: no effect, since no weight is rounded by GPTQ (w_method='gptq')", fields)
 
 
 @functools.cache  # a run selects its layers more than once

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from quarot import quantize_model, rotate_model
@@ -49,3 +51,27 @@ def test_an_ignored_name_without_a_layer_is_told(tiny_model: Callable[..., Any],
     quantize_model(tiny_model("llama"), ignore=["lm_head", "dwon_proj"], **RTN)
     assert "'dwon_proj' matches no linear layer" in caplog.text
     assert "'lm_head' matches" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"preset": "layerwise", "layer_steps": 0, "w_method": "rtn"}, "act_order=True, .*relative_error=True"),
+        ({"gptq_damping": 0.1, "w_bits": 16}, "gptq_damping=0.1"),
+        ({"gptq_act_order": True, "w_method": "rtn", "overrides": {".*q_proj": {"w_method": "gptq"}}}, None),
+        ({"w_method": "rtn"}, None),
+    ],
+    ids=str,
+)
+def test_fields_of_gptq_without_gptq_are_told(
+    fields: dict[str, Any], told: str | None, tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    windows = torch.randint(3, 128, (4, 24))
+    quantize_model(tiny_model("llama"), calibration=windows, progress=False, **fields)
+    found = [r.getMessage() for r in caplog.records if "no effect" in r.getMessage()]
+    if told is None:
+        assert not found
+    else:
+        assert len(found) == 1
+        assert re.search(told, found[0])
+        assert "no weight is rounded by GPTQ" in found[0]

@@ -64,7 +64,16 @@ def test_layers_with_experts_are_left_alone(
     changed = {name for name in plain if not torch.equal(plain[name], trained[name])}
     assert changed
     assert all(name.startswith("model.layers.1.") for name in changed)
-    assert "model.layers.0 has experts and is not trained" in caplog.text
+
+
+def test_layers_with_experts_are_told_once(
+    tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture, quantize: Callable[..., Any]
+) -> None:
+    model = tiny_model("mixtral", num_hidden_layers=3)
+    rotate_model(model, progress=False)
+    quantize(model, layer_steps=3, w_method="rtn")
+    told = [record.getMessage() for record in caplog.records if "experts" in record.getMessage()]
+    assert told == ["3 of 3 decoder layers have experts and are not trained (layer_steps=3)"]
 
 
 @pytest.mark.parametrize("more", [{"tune_steps": 2}, {"rotation_steps": 2}], ids=str)
