@@ -23,6 +23,7 @@ from quarot.nn.expert_stack import ExpertStack
 from quarot.nn.hooks import HookWatch
 from quarot.nn.quant_linear import QuantLinear
 from quarot.nn.rotated_linear import RotatedLinear
+from quarot.nn.settings import SettingsWatch
 from quarot.ops import expert_gemm_w4a4
 from quarot.ops.expert_sum import expert_sum
 from quarot.ops.inference_only import inference_only
@@ -48,6 +49,7 @@ class ExpertList(nn.Module):
         integer: whether all experts quantise alike, so that they share their quantisers (:meth:`settle`).
         stacks: the projections as one GEMM each takes them; None where it cannot.
         watch: says whether an integer expert has a hook, and must be called as a module.
+        settings: says whether an integer expert rounds its input in another way by now.
         origin: the module that this one took the place of, its weights on ``meta``; in a tuple, so that it is no child.
     """
 
@@ -60,6 +62,7 @@ class ExpertList(nn.Module):
         self.stacks: tuple[ExpertStack, ExpertStack] | None = None
         self._settled: list[nn.Module] = []
         self.watch = HookWatch(())
+        self.settings = SettingsWatch(())
         self.origin: tuple[nn.Module, ...] = ()
 
     @classmethod
@@ -99,7 +102,7 @@ class ExpertList(nn.Module):
             and type(self.act_fn).__name__ in ("SiLU", "SiLUActivation")
         )
         self._settled = self._layers()
-        self.stacks, self.watch = None, HookWatch(self._settled)
+        self.stacks, self.watch, self.settings = None, HookWatch(self._settled), SettingsWatch(self._settled)
         if self.obstacle() is None:
             self.stacks = ExpertStack(self.gate_up), ExpertStack(self.down)
         self._join()
@@ -140,8 +143,8 @@ class ExpertList(nn.Module):
         """
         if not len(hidden):
             return torch.zeros_like(hidden)
-        if self.integer and self._layers() != self._settled:
-            self.settle()  # an expert was replaced
+        if (self.integer and self._layers() != self._settled) or not self.settings.are_kept():
+            self.settle()  # an expert was replaced, or rounds its input in another way
         if self.integer and self.watch.find() is None:
             return inference_only("ExpertList", lambda x: self._quantized(x, top_k_index, top_k_weights), hidden)
         order, token, parts = self._sorted(top_k_index)

@@ -23,6 +23,9 @@ from quarot.quantization.packing import pack_int8
 from quarot.quantization.storage import load, store, stored_shape
 from quarot.rotation.spec import HadamardSpec
 
+_SETTINGS = ("a_bits", "a_clip", "a_group_size", "input_rotation")
+"""How a layer rounds its input."""
+
 
 class QuantLinear(nn.Module):
     """``y = dequantised(quantise(H x)) @ dequantised(W)^T + bias`` on integers (paper, section 4, stage 2).
@@ -50,6 +53,9 @@ class QuantLinear(nn.Module):
 
     moves = 0
     """How often parameters of any layer were moved, assigned or joined: who keeps many addresses looks here first."""
+
+    changes = 0
+    """How often one of ``_SETTINGS`` was set, of any layer: who keeps what they were looks here first."""
 
     def __init__(
         self,
@@ -226,6 +232,11 @@ class QuantLinear(nn.Module):
         """As in ``nn.Module``: also what assigning a parameter does."""
         super().register_parameter(name, param)
         self._moved()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in _SETTINGS:
+            QuantLinear.changes += 1
 
     def _moved(self) -> None:
         self.joint = None

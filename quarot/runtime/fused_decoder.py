@@ -28,6 +28,7 @@ from quarot.nn.expert_stack import ExpertStack
 from quarot.nn.hooks import HookWatch, hooking
 from quarot.nn.quant_kv_cache import QuantKVCache
 from quarot.nn.quant_linear import QuantLinear
+from quarot.nn.settings import SettingsWatch
 from quarot.ops.inference_only import refuse_gradient
 from quarot.runtime.boundary import Boundary
 from quarot.runtime.decode_step import DecodeStep
@@ -150,6 +151,7 @@ class FusedDecoder:
         self._devices: set[torch.device] = set()
         self._places_of_codes: list[int] = []
         self.gains = Gains(norm for layer in self.layers for norm in (layer.attn_norm, layer.mlp_norm))
+        self.settings = SettingsWatch(model.modules())
         lists = [module for layer in layers for module in layer.modules() if isinstance(module, ExpertList)]
         experts = [module for one in lists for module in one.modules()]
         known = set(map(id, experts))
@@ -217,6 +219,8 @@ class FusedDecoder:
             return hooking(hooked)
         if look.replaced or _modules(self._places) != self._built_of[0]:
             return "a module was replaced, added or removed since the model was quantised"
+        if not self.settings.are_kept():
+            return "a_clip, or another setting of a layer's inputs, was set since the model was quantised"
         if not self.gains.are_ones():
             return "an RMSNorm gain is no longer 1"
         places = [self.embed.weight.data_ptr(), *map(Tensor.data_ptr, map(itemgetter("qweight"), self._parameters))]  # type: ignore[operator]

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 class Gains:
     """Looks at the gains again only when one of them was replaced, moved or written to: a look waits for the device.
 
+    Writing through ``.data`` (``weight.data.mul_(2)``) counts nowhere, and is not noticed.
+
     A norm without a weight has no gain. One on ``meta``, offloaded, is not known to be 1.
     """
 

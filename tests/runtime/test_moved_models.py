@@ -159,6 +159,27 @@ def test_gains_that_are_one_no_longer_count(model, token_ids, place, how):
     assert (found - before).norm() > 1e-2 * expected.norm()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["layers.1.self_attn.k_proj", "layers.0.mlp.experts.down.1", "layers.0.mlp.down_proj"])
+def test_a_clip_ratio_that_is_set_counts(tiny_model, token_ids, name):
+    """Of q, k and v, which are one product, only one has it; a recorded step holds it as a number."""
+    model = tiny_model("mixtral" if "experts" in name else "llama")
+    quarot.rotate_model(model, progress=False)
+    quarot.quantize_model(model, w_method="rtn", progress=False)
+    before, layer = model(token_ids).logits, model.model.get_submodule(name)
+    layer.a_clip = 0.9
+    assert model.model.quarot_fused.obstacle((), {}) is None
+    layer.a_clip = 0.3
+    assert "a_clip" in model.model.quarot_fused.obstacle((), {})
+    assert "a_clip" in copy.deepcopy(model).model.quarot_fused.obstacle((), {})
+    found = model(token_ids).logits
+    with pytest.raises(NotImplementedError, match="a_clip"):
+        quarot.generate(model, token_ids)
+    fused_decoder.uninstall(model)
+    assert torch.equal(found, model(token_ids).logits)
+    assert (found - before).norm() > 1e-3 * before.norm()
+
+
 def zero_linear(module):
     linear = nn.Linear(module.in_features, module.out_features, bias=False)
     linear.weight.data.zero_()
