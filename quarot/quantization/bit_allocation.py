@@ -25,7 +25,7 @@ from quarot.architectures import Architecture, decoder_layers
 from quarot.calibration.sensitivity import divergences, rounded_weights
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import linear_weight
-from quarot.quantization.progress_store import ProgressStore
+from quarot.quantization.progress_store import ProgressStore, kept
 from quarot.quantization.stages import expert_stages, stages
 
 logger = logging.getLogger("quarot")
@@ -65,13 +65,13 @@ def with_allocated_bits(
     units = units_of(model, record, config, configs)
     if not units:
         raise ValueError(f"w_bits_budget={budget}: no layer is left whose bits could be chosen; drop it, or overrides")
-    found = None if store is None else store.load_tensors("bit_allocation")
-    if found is None:
-        found = {"divergence": weight_divergences(model, units, configs, config.w_bits_choices, windows, progress)}
-        if store is not None:
-            store.save_tensors("bit_allocation", found)
+
+    def measured() -> dict[str, torch.Tensor]:
+        return {"divergence": weight_divergences(model, units, configs, config.w_bits_choices, windows, progress)}
+
+    losses = kept(store, "bit_allocation", measured)["divergence"].tolist()
     sizes = [unit.size for unit in units]
-    chosen = allocate(found["divergence"].tolist(), sizes, config.w_bits_choices, budget)
+    chosen = allocate(losses, sizes, config.w_bits_choices, budget)
     counts = Counter(chosen)
     average = sum(bits * size for bits, size in zip(chosen, sizes, strict=True)) / sum(sizes)
     shown = ", ".join(f"{counts[bits]} x {bits}" for bits in sorted(counts))

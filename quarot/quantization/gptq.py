@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
+from quarot.config import QuarotConfig
 from quarot.precision import tf32
 from quarot.quantization.gptq_block import rounder
-from quarot.quantization.grid import Grid, QuantizedWeight, as_groups, find_grid
+from quarot.quantization.grid import Grid, QuantizedWeight, as_groups, find_grid, grid_options
 from quarot.quantization.rtn import finished
 
 logger = logging.getLogger("quarot")
@@ -29,6 +30,18 @@ _STACKED_WEIGHTS = 1 << 26
 """Weights times factors that are rounded at once, at most: small layers cost little but launches."""
 SCALE_FACTORS = (1.0, 0.95, 1.05, 0.9, 1.1, 0.85, 1.15, 0.8, 1.2, 0.75, 0.7)
 """Factors on the scales of the clip search that GPTQ itself is asked about (``gptq_clip_search``)."""
+
+
+def gptq_options(config: QuarotConfig) -> dict[str, Any]:
+    """What a layer's configuration says of :func:`quantize_gptq`."""
+    return {
+        **grid_options(config),
+        "damping": config.gptq_damping,
+        "act_order": config.gptq_act_order,
+        "block_size": config.gptq_block_size,
+        "weigh_search": config.gptq_weighted_clip,
+        "factors": SCALE_FACTORS if config.gptq_clip_search else (1.0,),
+    }
 
 
 @tf32(False)

@@ -10,9 +10,11 @@ Codes are ``rint(w / scale)`` (half to even) in fp32, clamped. Ranges always con
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from quarot.config import QuarotConfig
 
 GRID_STEPS = 100
 """Clip ratios tried are ``1 - i / GRID_STEPS`` for the first ``GRID_DEPTH`` values of i."""
@@ -74,6 +76,16 @@ def as_groups(weight: torch.Tensor, group_size: int | None) -> torch.Tensor:
     if k % size:
         raise ValueError(f"weight group size {size} does not divide the {k} inputs; choose a divisor, or None for none")
     return weight.reshape(n, k // size, size)
+
+
+def grid_options(config: QuarotConfig) -> dict[str, Any]:
+    """What a layer's configuration says of its grid, as :func:`find_grid` takes it."""
+    return {
+        "symmetric": config.w_symmetric,
+        "group_size": config.w_group_size,
+        "search": config.w_clip,
+        "norm": config.w_clip_norm,
+    }
 
 
 def find_grid(

@@ -11,7 +11,8 @@ from quarot.calibration.decoder import LayerInputs
 from quarot.calibration.moments import Moments
 from quarot.config import QuarotConfig
 from quarot.nn.quant_linear import QuantLinear, linear_weight
-from quarot.quantization.gptq import check_finite, quantize_gptq
+from quarot.quantization.gptq import check_finite, gptq_options, quantize_gptq
+from quarot.quantization.grid import grid_options
 from quarot.quantization.rtn import quantize_rtn
 
 
@@ -23,8 +24,6 @@ def quantize_head(
     weight = linear_weight(head).detach()
     check_finite(weight, None, record.lm_head)
     weight = weight.to(device or weight.device)
-    grid: dict[str, Any] = {"symmetric": config.w_symmetric, "group_size": config.w_group_size}
-    grid |= {"search": config.w_clip, "norm": config.w_clip_norm}
     parts: Any = (None, None, None)
     if config.w_bits < 16 and config.w_method == "gptq" and inputs is not None:
         moments, norm = Moments(), model.get_submodule(record.final_norm)
@@ -32,7 +31,7 @@ def quantize_head(
             with torch.no_grad():
                 moments.add(norm(hidden.to(next(norm.parameters()).device)))
         hessian = moments.hessian.to(weight.device)
-        parts = quantize_gptq(weight, hessian, config.w_bits, **grid, damping=config.gptq_damping, name=record.lm_head)
+        parts = quantize_gptq(weight, hessian, config.w_bits, **gptq_options(config), name=record.lm_head)
     elif config.w_bits < 16:
-        parts = quantize_rtn(weight, config.w_bits, **grid)
+        parts = quantize_rtn(weight, config.w_bits, **grid_options(config))
     model.set_submodule(record.lm_head, QuantLinear.from_linear(head, config, *parts))

@@ -20,7 +20,7 @@ from quarot.calibration.sensitivity import divergences, rounded_cache
 from quarot.config import QuarotConfig
 from quarot.nn.kv_format import KVFormat
 from quarot.quantization.bit_allocation import allocate
-from quarot.quantization.progress_store import ProgressStore
+from quarot.quantization.progress_store import ProgressStore, kept
 
 logger = logging.getLogger("quarot")
 
@@ -37,12 +37,11 @@ def with_allocated_kv_bits(
     """
     budget = config.kv_bits_budget
     assert budget is not None
-    found = None if store is None else store.load_tensors("kv_bit_allocation")
-    if found is None:
-        found = {"divergence": cache_divergences(model, config, windows, progress)}
-        if store is not None:
-            store.save_tensors("kv_bit_allocation", found)
-    losses = found["divergence"].tolist()
+
+    def measured() -> dict[str, torch.Tensor]:
+        return {"divergence": cache_divergences(model, config, windows, progress)}
+
+    losses = kept(store, "kv_bit_allocation", measured)["divergence"].tolist()
     chosen = allocate(losses, [1] * len(losses), config.kv_bits_choices, budget)
     pairs = [chosen[index : index + 2] for index in range(0, len(chosen), 2)]
     shown = " ".join(f"{k}/{v}" for k, v in pairs)

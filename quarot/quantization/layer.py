@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,8 +17,8 @@ from quarot.config import QuarotConfig
 from quarot.nn.expert_list import ExpertList
 from quarot.nn.quant_linear import QuantLinear, linear_weight
 from quarot.quantization.expert_moments import chunks, routed_moments, top_up
-from quarot.quantization.gptq import SCALE_FACTORS, check_finite, quantize_gptq
-from quarot.quantization.grid import QuantizedWeight
+from quarot.quantization.gptq import check_finite, gptq_options, quantize_gptq
+from quarot.quantization.grid import QuantizedWeight, grid_options
 from quarot.quantization.progress_store import FinishedLayer
 from quarot.quantization.rtn import positions, quantize_rtn
 from quarot.quantization.stages import Stage, expert_stages, has_experts, same_grid, stages
@@ -163,51 +162,40 @@ class LayerQuantizer:
             yield
 
     def _quantize_part(self, part: Stage, moments: Moments | None) -> None:
+        """Round the weights of some layers below each other; without moments to nearest, whatever the method."""
         config = self.configs[part[0]]
-        if moments is None:  # also an expert that no token is routed to, whatever its method
-            config = config.replace(w_method="rtn")
-        name = ", ".join(f"{self.name}.{path}" for path in part)
         weights = [linear_weight(self.observed[path].source).detach() for path in part]
         weight = torch.cat([w.float() for w in weights])
-        grid: dict[str, Any] = {
-            "symmetric": config.w_symmetric,
-            "group_size": config.w_group_size,
-            "search": config.w_clip,
-            "norm": config.w_clip_norm,
-        }
-        latent: torch.Tensor | None = None
+        latent = torch.empty_like(weight) if self._trains(config) else None
         if moments is None or config.w_method == "rtn":
-            result = quantize_rtn(weight, config.w_bits, **grid)
-            if self._trains(config):
-                latent = positions(weight, result)
+            nearest = config.replace(w_method="rtn")  # an expert that no token is routed to, with its default exponent
+            result = quantize_rtn(weight, nearest.w_bits, **grid_options(nearest))
+            if latent is not None:
+                latent.copy_(positions(weight, result))
         else:
-            original = weight
-            if "input" in moments.targets:
-                residual = moments.cross("residual") if part[0] in self._writers else None
-                weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
-            latent = torch.empty_like(weight) if self._trains(config) else None
-            result = quantize_gptq(
-                weight,
-                moments.hessian,
-                config.w_bits,
-                **grid,
-                damping=config.gptq_damping,
-                act_order=config.gptq_act_order,
-                block_size=config.gptq_block_size,
-                weigh_search=config.gptq_weighted_clip,
-                factors=SCALE_FACTORS if config.gptq_clip_search else (1.0,),
-                latent=latent,
-                name=name,
-            )
-            if config.gptq_bias_correction and any(self.observed[path].source.bias is not None for path in part):
-                wanted = original @ moments.mean("input" if "input" in moments.targets else "x")
-                self._shift_biases(part, wanted - result.dequantize() @ moments.mean())
+            result = self._by_gptq(part, weight, moments, latent)
         rows = [w.shape[0] for w in weights]
         split = [(None,) * len(part) if tensor is None else tensor.split(rows) for tensor in (*result, latent)]
         for path, codes, scale, zero, before in zip(part, *split, strict=True):
             self._finish(path, QuantizedWeight(codes, scale, zero))
             if before is not None:
                 self.latents[path] = before
+
+    def _by_gptq(
+        self, part: Stage, weight: torch.Tensor, moments: Moments, latent: torch.Tensor | None
+    ) -> QuantizedWeight:
+        """GPTQ on the stacked weight fp32 [N, K] of some layers, and their corrected biases."""
+        config, original = self.configs[part[0]], weight
+        if "input" in moments.targets:
+            residual = moments.cross("residual") if part[0] in self._writers else None
+            weight = target_weight(weight, moments.hessian, moments.cross("input"), residual, config.gptq_damping)
+        name = ", ".join(f"{self.name}.{path}" for path in part)
+        options = gptq_options(config)
+        result = quantize_gptq(weight, moments.hessian, config.w_bits, **options, latent=latent, name=name)
+        if config.gptq_bias_correction and any(self.observed[path].source.bias is not None for path in part):
+            wanted = original @ moments.mean("input" if "input" in moments.targets else "x")
+            self._shift_biases(part, wanted - result.dequantize() @ moments.mean())
+        return result
 
     def _shift_biases(self, part: Stage, shift: torch.Tensor) -> None:
         """Add the mean error of the outputs to the biases; layers without one stay without."""

@@ -84,7 +84,7 @@ class InMemory:
 
 
 class Quantized(NamedTuple):
-    """By module name: searched activation clips, weights before rounding, tokens of experts that had too few."""
+    """By module name: activation clips that were found, weights before rounding, tokens of experts that had too few."""
 
     clips: dict[str, float]
     latents: dict[str, torch.Tensor]
@@ -131,9 +131,9 @@ def quantize_layers(
     progress: bool,
 ) -> Quantized:
     """Quantise every layer, and the head where it is among ``configs``."""
-    tell_unused(configs)
+    record = architecture_of(model)
+    tell_unused(model, record, configs, config)
     with fused_float32_attention(model):
-        record = architecture_of(model)
         inputs = None if windows is None else LayerInputs(model, windows, place.device)
         layers = list(decoder_layers(model))
         trained = _to_train(record, layers, config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -95,6 +95,18 @@ class ProgressStore:
         with writing(temporary):
             save_file(tensors, temporary, metadata=metadata)
         os.replace(temporary, self._path(name))
+
+
+def kept(
+    store: ProgressStore | None, name: str, compute: Callable[[], dict[str, torch.Tensor]]
+) -> dict[str, torch.Tensor]:
+    """What an interrupted run kept under ``name``; else computed, and kept where there is a store."""
+    found = None if store is None else store.load_tensors(name)
+    if found is None:
+        found = compute()
+        if store is not None:
+            store.save_tensors(name, found)
+    return found
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -35,11 +34,10 @@ def selected(
         raise NotImplementedError(f"{record.family}: a mixture of experts cannot be tuned; set tune_steps=0")
     count = sum(1 for _ in decoder_layers(model))
     check_cache(config, count, geometry(model).head_dim)
-    linears = list(linear_modules(model))
-    if record.experts is None or any(role.startswith("expert") for _, _, role in linears):  # else names are missing
-        check_patterns([name for name, _, _ in linears], config)
+    if names := all_names(model, record):
+        check_overrides(names, config)
     chosen = {}
-    for name, module, role in linears:
+    for name, module, role in linear_modules(model):
         own = config.for_module(name)
         if role.startswith("expert"):
             own = own.replace(a_clip_search=False)  # too few tokens for some experts; all take a_clip
@@ -65,25 +63,32 @@ def selected(
     return chosen
 
 
-def check_patterns(names: Sequence[str], config: QuarotConfig) -> None:
-    """Warn of entries of ``ignore`` that match none of the linear layers ``names``.
+def all_names(model: nn.Module, record: Architecture) -> list[str]:
+    """Of every linear layer; none while those of experts are missing, which are not split into layers yet."""
+    names = {name: role for name, _, role in linear_modules(model)}
+    whole = record.experts is None or any(role.startswith("expert") for role in names.values())
+    return list(names) if whole else []
 
-    Raises:
-        ValueError: an override that matches none: the model would not be what was asked for.
-    """
+
+def check_overrides(names: Sequence[str], config: QuarotConfig) -> None:
+    """Raise ValueError for an override that matches none of these layers: the model would not be what was asked for."""
     for pattern in config.overrides:
         if not any(re.fullmatch(pattern, name) for name in names):
             raise ValueError(
                 f"overrides[{pattern!r}] matches no linear layer; patterns are matched with whole names, such as "
                 f"{names[0]!r}: write for instance {'.*' + pattern!r}"
             )
-    for entry in config.ignore:
-        if not any(config.replace(ignore=[entry], overrides={}, lm_head_bits=16).ignores(name) for name in names):
-            _warn_once(f"ignore: {entry!r} matches no linear layer of this model, whose names are like {names[0]}")
 
 
-def tell_unused(configs: Mapping[str, QuarotConfig]) -> None:
-    """Warn of ``gptq_*`` fields that somebody asked for while nothing is rounded by GPTQ."""
+def tell_unused(
+    model: nn.Module, record: Architecture, configs: Mapping[str, QuarotConfig], config: QuarotConfig
+) -> None:
+    """Warn of what was asked for and changes nothing: ``ignore`` without such a layer, ``gptq_*`` without GPTQ."""
+    names = all_names(model, record)
+    for entry in config.ignore if names else ():
+        alone = config.replace(ignore=[entry], overrides={}, lm_head_bits=16)
+        if not any(map(alone.ignores, names)):
+            logger.warning("ignore: %r matches no linear layer of this model, whose names are like %s", entry, names[0])
     if any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()):
         return
     defaults = QuarotConfig()
@@ -92,8 +97,3 @@ def tell_unused(configs: Mapping[str, QuarotConfig]) -> None:
     if asked:
         fields = ", ".join(f"{name}={value}" for name, value in asked.items())
         logger.warning("%s: no effect, since no weight is rounded by GPTQ (w_method='gptq')", fields)
-
-
-@functools.cache  # a run selects its layers more than once
-def _warn_once(message: str) -> None:
-    logger.warning(message)

@@ -10,7 +10,7 @@ from torch import Tensor
 from quarot.architectures import architecture_of, decoder_layers, geometry
 from quarot.calibration.windows import calibration_windows, held_out
 from quarot.config import QuarotConfig
-from quarot.quantization.progress_store import ProgressStore
+from quarot.quantization.progress_store import ProgressStore, kept
 from quarot.rotation.refinement import Refinement, rope_pairs
 from quarot.tuning.material import Material
 
@@ -43,7 +43,7 @@ def teach(model: Any, drawn: Drawn, config: QuarotConfig) -> Material:
 
 def rounds_activations(config: QuarotConfig, configs: dict[str, QuarotConfig]) -> bool:
     """Whether a rotation can learn anything: weights stay as they are meanwhile."""
-    return min(config.k_bits, config.v_bits, *(chosen.a_bits for chosen in configs.values())) < 16
+    return config.rounds_cache or any(chosen.a_bits < 16 for chosen in configs.values())
 
 
 def learn_rotation(
@@ -52,12 +52,8 @@ def learn_rotation(
     """Refine the rotation of the model in place; the material comes back in the refined basis."""
     from quarot.rotation.learned import apply_refinement, learn_refinement
 
-    found = None if store is None else store.load_tensors("rotation")
-    if found is not None:
-        refinement = Refinement(geometry(model), config.a_clip, material.targets.device, rope_pairs(model))
-        refinement.load_state_dict(found)
-    else:
-        refinement, _ = learn_refinement(
+    def learned() -> dict[str, Tensor]:
+        found, _ = learn_refinement(
             model,
             config,
             material,
@@ -66,8 +62,10 @@ def learn_rotation(
             progress=progress,
             seconds=config.tune_seconds,
         )
-        if store is not None:
-            store.save_tensors("rotation", refinement.state_dict())
+        return found.state_dict()
+
+    refinement = Refinement(geometry(model), config.a_clip, material.targets.device, rope_pairs(model))
+    refinement.load_state_dict(kept(store, "rotation", learned))
     residual = apply_refinement(model, refinement).float()
     return material._replace(targets=(material.targets.float() @ residual).to(material.targets.dtype)), refinement
 

@@ -329,3 +329,12 @@ def test_one_clip_ratio_for_keys_and_values() -> None:
     assert QuarotConfig.from_dict(before) == QuarotConfig.from_dict(stored) == both
     with pytest.raises(ValueError, match=r"k_clip=1\.5 must be"):
         QuarotConfig(kv_clip=1.5)
+
+
+@pytest.mark.parametrize("option", [{"gptq_act_order": True}, {"gptq_clip_search": True}], ids=str)
+def test_a_head_that_gptq_rounds_takes_its_options(option: dict[str, Any], tiny_model: Callable[..., nn.Module]) -> None:
+    head_only = {"ignore": [], "overrides": {r"model\.layers\..*": {"w_bits": 16, "a_bits": 16}}, **NO_CACHE}
+    model = rotated(tiny_model("llama"))
+    plain = quantize_model(copy.deepcopy(model), **head_only, **CALIBRATION).lm_head
+    found = quantize_model(model, **head_only, **option, **CALIBRATION).lm_head
+    assert not torch.equal(plain.dequantize(), found.dequantize())
