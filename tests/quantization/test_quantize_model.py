@@ -332,7 +332,9 @@ def test_one_clip_ratio_for_keys_and_values() -> None:
 
 
 @pytest.mark.parametrize("option", [{"gptq_act_order": True}, {"gptq_clip_search": True}], ids=str)
-def test_a_head_that_gptq_rounds_takes_its_options(option: dict[str, Any], tiny_model: Callable[..., nn.Module]) -> None:
+def test_a_head_that_gptq_rounds_takes_its_options(
+    option: dict[str, Any], tiny_model: Callable[..., nn.Module]
+) -> None:
     head_only = {"ignore": [], "overrides": {r"model\.layers\..*": {"w_bits": 16, "a_bits": 16}}, **NO_CACHE}
     model = rotated(tiny_model("llama"))
     plain = quantize_model(copy.deepcopy(model), **head_only, **CALIBRATION).lm_head
