@@ -9,11 +9,13 @@ from quarot.architectures.registry import (
     ARCHITECTURES,
     Geometry,
     architecture_of,
+    decoder,
     decoder_layers,
     expert_intermediate,
     geometry,
     has_submodule,
     linear_modules,
+    logits_scaling,
 )
 
 __all__ = [
@@ -23,9 +25,11 @@ __all__ = [
     "Geometry",
     "Projection",
     "architecture_of",
+    "decoder",
     "decoder_layers",
     "expert_intermediate",
     "geometry",
     "has_submodule",
     "linear_modules",
+    "logits_scaling",
 ]

@@ -119,6 +119,16 @@ def decoder_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield f"{path}.{index}", layer
 
 
+def decoder(model: nn.Module) -> nn.Module:
+    """Embedding, decoder layers and final norm: the model without its head."""
+    return model.get_submodule(architecture_of(model).layers.rpartition(".")[0])
+
+
+def logits_scaling(model: Any) -> float:
+    """What the output of the head is divided by; 1 but for Granite."""
+    return float(getattr(model.config, "logits_scaling", None) or 1.0)
+
+
 def has_submodule(module: nn.Module, path: str) -> bool:
     """Whether a dotted path leads to a module."""
     try:

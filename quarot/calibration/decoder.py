@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quarot.architectures import architecture_of, decoder_layers
+from quarot.architectures import architecture_of, decoder, decoder_layers
 
 TOKENS_PER_STEP = 16384
 """Tokens that go through a layer at once on a GPU; on a CPU it is one window."""
@@ -26,10 +26,9 @@ class LayerInputs:
     """
 
     def __init__(self, model: nn.Module, windows: torch.Tensor, device: torch.device | None) -> None:
-        record = architecture_of(model)
-        body = model.get_submodule(record.layers.rpartition(".")[0])
+        body = decoder(model)
         layers = [layer for _, layer in decoder_layers(model)]
-        home = model.get_submodule(record.embed).weight.device
+        home = model.get_submodule(architecture_of(model).embed).weight.device
         self.device = device or home
         step = max(1, TOKENS_PER_STEP // windows.shape[1]) if self.device.type == "cuda" else 1
         hidden: torch.Tensor | None = None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from quarot.architectures import architecture_of, decoder_layers
+from quarot.architectures import architecture_of, decoder_layers, logits_scaling
 from quarot.calibration.decoder import LayerInputs
 from quarot.config import QuarotConfig
 from quarot.integrations.transformers.plain_attention import fused_float32_attention
@@ -67,9 +67,8 @@ def _divergences(model: Any, trials: Sequence[Trial], windows: torch.Tensor, pro
 def _log_probabilities(model: Any, states: torch.Tensor) -> torch.Tensor:
     """fp32 [tokens, vocabulary] from outputs of the final norm."""
     head = linear_weight(model.get_submodule(architecture_of(model).lm_head))
-    scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)  # Granite
     logits = F.linear(states.flatten(0, 1).to(head), head).float()
-    return F.log_softmax(logits / scaling, -1)
+    return F.log_softmax(logits / logits_scaling(model), -1)
 
 
 def _final_states(model: Any, layers: list[nn.Module], inputs: LayerInputs, start: int) -> list[torch.Tensor]:

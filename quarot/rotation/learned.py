@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from quarot.architectures import Geometry, Projection, architecture_of, decoder_layers, geometry
+from quarot.architectures import Geometry, Projection, architecture_of, decoder, decoder_layers, geometry
 from quarot.config import QuarotConfig
 from quarot.current_device import current
 from quarot.nn.quant_linear import linear_weight
@@ -28,7 +28,7 @@ from quarot.rotation.orthogonal import MatrixRotation
 from quarot.rotation.plan import RotationPlan
 from quarot.rotation.refinement import SLOTS, LayerMaps, Refinement, refine, rope_pairs
 from quarot.tuning.attention import quantized_attention
-from quarot.tuning.distillation import head_divergence
+from quarot.tuning.distillation import divergence_of
 from quarot.tuning.material import Material
 from quarot.tuning.optimize import frozen, optimize
 from quarot.tuning.shared_input import SharedInput
@@ -103,12 +103,8 @@ def learn_refinement(
     if record.experts is not None:
         raise NotImplementedError(f"{record.family}: rotations of experts cannot be learned yet")
     config = config.replace(rotation=_plan(model).to_dict())
-    embedding, head = model.get_submodule(record.embed), linear_weight(model.get_submodule(record.lm_head)).detach()
-    body = model.get_submodule(record.layers.rpartition(".")[0])
+    embedding, body, divergence = model.get_submodule(record.embed), decoder(model), divergence_of(model)
     device = embedding.weight.device
-    half = device.type == "cuda"
-    head = head.to(torch.bfloat16 if half else torch.float32)
-    scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
     refinement = Refinement(sizes, config.a_clip, device, rope_pairs(model))
     learned = ((name, p) for name, p in refinement.named_parameters() if p.numel())
     groups = [{"params": [p], "base": _RATES[name] * learning_rate} for name, p in learned]
@@ -118,9 +114,9 @@ def learn_refinement(
         for index, module in modules:
             module.maps, module.clip = maps[index], refinement.clips[index, SLOTS.index(module.slot)]
         residual = maps[0].residual
-        with _turned(embedding, residual), torch.autocast(device.type, torch.bfloat16, enabled=half):
+        with _turned(embedding, residual), torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             states = body(input_ids=ids, use_cache=False).last_hidden_state
-        return head_divergence(states.float() @ residual.T, wanted, head, scaling)
+        return divergence(states.float() @ residual.T, wanted)
 
     with current(device), frozen(model), _refined(model, config) as modules, quantized_attention(model, config):
         losses = optimize(

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from quarot.architectures import Geometry, Projection, architecture_of
+from quarot.architectures import Geometry, Projection, architecture_of, decoder
 
 SLOTS = ("attn_in", "attn_out", "mlp_in", "mlp_out")
 _HALVINGS, _TERMS = 5, 6
@@ -161,8 +161,6 @@ def rope_pairs(model: nn.Module) -> int:
 
     RoPE may leave the last channels of a head alone (Phi-3 of some sizes): its frequencies tell.
     """
-    record = architecture_of(model)
-    if record.head_norms:
+    if architecture_of(model).head_norms:
         return 0
-    body = model.get_submodule(record.layers.rpartition(".")[0])
-    return int(body.rotary_emb.inv_freq.numel())  # type: ignore[union-attr,operator]
+    return int(decoder(model).rotary_emb.inv_freq.numel())  # type: ignore[union-attr,operator]

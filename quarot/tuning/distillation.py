@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.nn import functional as F
+
+from quarot.architectures import architecture_of, logits_scaling
+from quarot.nn.quant_linear import linear_weight
 
 _ROWS = 4096
 
@@ -46,6 +51,13 @@ def _divergence(own: torch.Tensor, target: torch.Tensor, scaling: float) -> tupl
     student, teacher = (F.log_softmax(logits.float() / scaling, -1) for logits in (own, target))
     wanted = teacher.exp()
     return (wanted * (teacher - student)).sum(-1), (student.exp_() - wanted).to(own.dtype)
+
+
+def divergence_of(model: nn.Module) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """:func:`head_divergence` of student and teacher through a model's own head, in bfloat16 on a GPU, else in fp32."""
+    head = linear_weight(model.get_submodule(architecture_of(model).lm_head)).detach()
+    head, scaling = head.to(torch.bfloat16 if head.is_cuda else torch.float32), logits_scaling(model)
+    return lambda student, teacher: head_divergence(student, teacher, head, scaling)
 
 
 def head_divergence(

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from quarot.architectures import architecture_of, decoder_layers
+from quarot.architectures import architecture_of, decoder, decoder_layers
 from quarot.config import QuarotConfig
 from quarot.current_device import current
 from quarot.integrations.transformers.plain_attention import fused_float32_attention
-from quarot.nn.quant_linear import linear_weight
 from quarot.precision import tf32
 from quarot.tuning.attention import quantized_attention
-from quarot.tuning.distillation import head_divergence
+from quarot.tuning.distillation import divergence_of
 from quarot.tuning.material import Material
 from quarot.tuning.optimize import frozen, optimize
 from quarot.tuning.trainable_linear import TrainableLinear, make_trainable
@@ -63,19 +62,16 @@ def tune(
         FloatingPointError: the loss or its gradient is not finite; the model is worthless then.
     """
     device = model.get_input_embeddings().weight.device
-    half = device.type == "cuda"
-    head = linear_weight(model.get_submodule(architecture_of(model).lm_head)).detach()
-    head = head.to(torch.bfloat16 if half else torch.float32)
-    scaling = float(getattr(model.config, "logits_scaling", None) or 1.0)
+    divergence = divergence_of(model)
 
-    def divergence(ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=half):
+    def loss_of(ids: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
             states = _states(model, ids)
-        return head_divergence(states, wanted, head, scaling)
+        return divergence(states, wanted)
 
     with current(device), frozen(model), _trainable(model, latents or {}) as layers, quantized_attention(model, config):
         optimize(
-            divergence,
+            loss_of,
             parameter_groups(list(layers.values()), config.tune_learning_rate),
             material,
             steps=config.tune_steps,
@@ -89,8 +85,7 @@ def tune(
 
 
 def _states(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    body = model.get_submodule(architecture_of(model).layers.rpartition(".")[0])
-    return body(input_ids=ids, use_cache=False).last_hidden_state
+    return decoder(model)(input_ids=ids, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
 
 
 @contextmanager
