@@ -24,7 +24,7 @@ from quarot.tuning.material import Material
 logger = logging.getLogger("quarot")
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""From token ids [B, T] and targets [B, T, hidden] to a scalar."""
+"""From a batch of windows and their targets to a scalar."""
 
 _WARM_UP = 0.05
 _BETAS = (0.9, 0.99)
@@ -91,20 +91,17 @@ def optimize(
     run = _recorded(step, forget) if graphed and steps > _EAGER_STEPS else None
     if seconds is not None:
         steps = min(steps, _affordable(run or eager, device, seconds - (time.monotonic() - begin)))
-    generator = torch.Generator().manual_seed(seed)
-    order: list[int] = []
+    draws = _batches(trained, batch_size, seed)
     losses: list[Tensor] = []
     best = _Best([p for group in groups for p in group["params"]])
     watch = _HeldOut(loss_of, ids, wanted, windows[trained:], targets[trained:], recorded=run is not None)
     for index in progress_bar(range(steps), description, progress, steps):
-        if len(order) < batch_size:
-            order += torch.randperm(trained, generator=generator).tolist()
-        chosen, order = order[:batch_size], order[batch_size:]
+        chosen = next(draws)
         ids.copy_(windows[chosen])
         wanted.copy_(targets[chosen])
         _set_rates(optimizer, index, steps)
         losses.append((run or eager)().clone())
-        if held and (steps - 1 - index) % max(1, steps // (2 * _LOOKS)) == 0 and 2 * index >= steps - 1:
+        if held and _is_looked_at(index, steps):
             best.look(watch.loss())
     best.restore()
     forget()
@@ -114,6 +111,22 @@ def optimize(
     if not (all(map(math.isfinite, found)) and finite.all()):
         raise FloatingPointError(f"{description}: the loss or its gradient is not finite; lower the learning rate")
     return found
+
+
+def _batches(windows: int, size: int, seed: int) -> Iterator[list[int]]:
+    """Numbers of ``size`` windows at a time, for ever: all of them, in a random order, before any comes again."""
+    generator = torch.Generator().manual_seed(seed)
+    order: list[int] = []
+    while True:
+        if len(order) < size:
+            order += torch.randperm(windows, generator=generator).tolist()
+        yield order[:size]
+        order = order[size:]
+
+
+def _is_looked_at(index: int, steps: int) -> bool:
+    """Whether the held-out loss counts behind this step: ``_LOOKS`` times or so in the second half, and at the end."""
+    return 2 * index >= steps - 1 and (steps - 1 - index) % max(1, steps // (2 * _LOOKS)) == 0
 
 
 class _Best:
