@@ -30,8 +30,8 @@ def unavailable(codes: torch.Tensor, weight_scale: torch.Tensor, k: int, out_dty
     """Why the kernels cannot serve a GEMM of padded width ``k`` (None when they can)."""
     if out_dtype not in OUT_TYPES:
         return f"out_dtype {out_dtype} is not float16, bfloat16 or float32"
-    if k > MAX_K:
-        return f"K={k} may overflow the int32 accumulator (at most {MAX_K})"
+    if not 0 < k <= MAX_K:
+        return f"K={k} is no width, or may overflow the int32 accumulator (at most {MAX_K})"
     if weight_scale.ndim == 2:
         group = k // weight_scale.shape[1]
         if group * weight_scale.shape[1] != k or group % 32 or group > _MAX_GROUP:

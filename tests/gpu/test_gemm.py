@@ -330,6 +330,20 @@ def test_no_tokens():
     assert gemm_w8a8(codes, none, weight, weight_scale, bias, torch.bfloat16).shape == (0, 64)
 
 
+@pytest.mark.parametrize("m", [1, 40])
+def test_no_inputs(m):
+    """Sums of nothing: the bias is what is left."""
+    codes, rows = torch.empty(m, 0, dtype=torch.int8, device="cuda"), torch.ones(m, device="cuda")
+    scale, bias = torch.ones(64, device="cuda"), torch.randn(64, device="cuda")
+    tiles = torch.empty(4, 0, 256, dtype=torch.uint8, device="cuda")
+    weight = torch.empty(64, 0, dtype=torch.int8, device="cuda")
+    for got in (
+        gemm_w4a4(codes, rows, tiles, scale, bias, torch.float16),
+        gemm_w8a8(codes, rows, weight, scale, bias, torch.float16),
+    ):
+        assert torch.equal(got, bias.half().expand(m, -1))
+
+
 @pytest.mark.parametrize("m", [5, 100])
 def test_views_of_the_inputs(m):
     codes, row_scale, weight, weight_scale, bias = problem(m, 512, 256)
