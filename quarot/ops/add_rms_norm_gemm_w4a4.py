@@ -14,7 +14,8 @@ import torch
 from quarot.ops import add_rms_norm_quantize as norm_op
 from quarot.ops import gemm_prologue as prologue
 from quarot.ops import gemm_w4a4 as gemm_op
-from quarot.ops.quantize_per_token import DTYPE_CODES, clip_over_qmax
+from quarot.ops.code_rule import CodeRule
+from quarot.ops.quantize_per_token import DTYPE_CODES
 from quarot.ops.registry import define_op
 
 
@@ -29,7 +30,7 @@ def reference(
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Specification; see the module."""
-    prologue.check("add_rms_norm_gemm_w4a4", x, bits, qweight, weight_scale, bias)
+    prologue.check("add_rms_norm_gemm_w4a4", x, CodeRule(bits, clip), qweight, weight_scale, bias)
     codes, scale, total = norm_op.reference(x, residual, eps, bits, clip)
     return gemm_op.reference(codes, scale, qweight, weight_scale, bias, x.dtype), total
 
@@ -76,11 +77,12 @@ def cuda(
     bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Launches csrc/gemm/prologue_norm.cu."""
-    prologue.check("add_rms_norm_gemm_w4a4", x, bits, qweight, weight_scale, bias)
+    rule = CodeRule(bits, clip)
+    prologue.check("add_rms_norm_gemm_w4a4", x, rule, qweight, weight_scale, bias)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = (x.data_ptr(), x.stride(0)) + ((0, 0) if residual is None else (residual.data_ptr(), residual.stride(0)))
-    rule = (x.shape[1], eps, clip_over_qmax(clip, bits), bits)
-    arguments = (*rows, DTYPE_CODES[x.dtype], *rule, total.data_ptr())
+    norm = (x.shape[1], eps, rule.clip_over_qmax, bits)
+    arguments = (*rows, DTYPE_CODES[x.dtype], *norm, total.data_ptr())
     return prologue.launch("add_rms_norm_gemm", arguments, x, qweight, weight_scale, bias), total
 
 

@@ -8,52 +8,29 @@ its own order, so ``h`` may differ in the last bits: scales agree to 1e-6, codes
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from quarot.ops.quantize_per_token import (
-    DTYPE_CODES,
-    as_rows,
-    check_bits,
-    clip_over_qmax,
-    code_buffers,
-    code_layout,
-    empty_codes,
-    quantize_rows,
-)
+from quarot.ops.code_rule import CodeRule
+from quarot.ops.quantize_per_token import DTYPE_CODES, as_rows, quantize_rows
 from quarot.ops.registry import define_op, extension, stream
 
+CodesAndSum = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
-def reference(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    eps: float,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+
+def reference(x: torch.Tensor, residual: torch.Tensor | None, eps: float, *rule: Any) -> CodesAndSum:
     """Specification; see the module."""
     # An op may not return its input, hence the copy.
     total = x.clone() if residual is None else x + residual
     wide = total.float()
     norm = 1.0 / torch.sqrt(wide.square().mean(-1, keepdim=True) + eps)
-    codes, scale = quantize_rows(wide * norm, bits, clip, packed, upper)
-    return codes, scale, total
+    return *quantize_rows(wide * norm, CodeRule(*rule)), total
 
 
-def fake(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    eps: float,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def fake(x: torch.Tensor, residual: torch.Tensor | None, eps: float, *rule: Any) -> CodesAndSum:
     """Shapes and dtypes of the outputs."""
-    check_bits(bits, packed, upper)
-    codes, scale = empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
-    return codes, scale, torch.empty_like(x)
+    return *CodeRule(*rule).outputs(x.shape[:-1].numel(), x.shape[-1], x), torch.empty_like(x)
 
 
 def fits(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
@@ -68,36 +45,19 @@ def fits(x: torch.Tensor, residual: torch.Tensor | None) -> str | None:
     return None
 
 
-def available(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    eps: float,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> str | None:
+def available(x: torch.Tensor, residual: torch.Tensor | None, eps: float, *rule: Any) -> str | None:
     """Why the kernel cannot serve (None when it can)."""
     return fits(x, residual)
 
 
-def cuda(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    eps: float,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def cuda(x: torch.Tensor, residual: torch.Tensor | None, eps: float, *arguments: Any) -> CodesAndSum:
     """Launches csrc/quantize/add_rms_norm_quantize.cu."""
-    check_bits(bits, packed, upper)
-    rows_x = as_rows(x)
+    rule, rows_x = CodeRule(*arguments), as_rows(x)
     rows, k = rows_x.shape
     if rows == 0 or k == 0:
-        return reference(x, residual, eps, bits, clip, packed, upper)
+        return reference(x, residual, eps, *rule)
     rows_residual = None if residual is None else as_rows(residual)
-    codes, scale = code_buffers(rows, k, packed, x)
+    codes, scale = rule.buffers(rows, k, x)
     total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with torch.cuda.device(x.device):
         extension().add_rms_norm_quantize(  # type: ignore[union-attr]
@@ -112,9 +72,9 @@ def cuda(
             codes.data_ptr(),
             scale.data_ptr(),
             total.data_ptr(),
-            clip_over_qmax(clip, bits),
-            bits,
-            code_layout(packed, upper),
+            rule.clip_over_qmax,
+            rule.bits,
+            rule.layout,
             stream(x),
         )
     return codes, scale, total

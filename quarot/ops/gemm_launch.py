@@ -116,7 +116,7 @@ def ready(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _readable_rows(codes: torch.Tensor) -> int:
-    """Rows of ``codes`` and of the memory behind it (``code_buffers`` leaves some), whatever they hold."""
+    """Rows of ``codes`` and of the memory behind it (``CodeRule.buffers`` leaves some), whatever they hold."""
     memory = codes.untyped_storage().nbytes() - codes.storage_offset() * codes.element_size()
     return min(memory // max(1, codes.shape[1] * codes.element_size()), 2**30)
 

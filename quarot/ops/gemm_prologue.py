@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from quarot.ops import gemm_launch
-from quarot.ops.quantize_per_token import check_bits
+from quarot.ops.code_rule import CodeRule
 from quarot.ops.registry import extension, stream
 
 ROWS = 1
@@ -45,13 +45,13 @@ def aligned(rows: torch.Tensor) -> bool:
 def check(
     op: str,
     x: torch.Tensor,
-    bits: int,
+    rule: CodeRule,
     qweight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:
     """Raise ValueError for what a kernel would read as something else, beyond its end or on another device."""
-    check_bits(bits, False)
+    rule.check()
     if x.dim() != 2:
         raise ValueError(f"{op}: x {tuple(x.shape)} must be [rows, columns]")
     tiles, outputs = qweight.shape, weight_scale.shape[:1].numel()

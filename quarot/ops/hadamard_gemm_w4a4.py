@@ -17,20 +17,21 @@ from quarot.ops import gemm_prologue as prologue
 from quarot.ops import gemm_w4a4 as gemm_op
 from quarot.ops import hadamard_launch
 from quarot.ops import hadamard_quantize as rotate_op
+from quarot.ops.code_rule import CodeRule
 from quarot.ops.hadamard import check_shape
-from quarot.ops.quantize_per_token import DTYPE_CODES, clip_over_qmax
+from quarot.ops.quantize_per_token import DTYPE_CODES
 from quarot.ops.registry import define_op
 
 
 def _check(
     x: torch.Tensor,
-    bits: int,
+    rule: CodeRule,
     qweight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> None:
-    prologue.check("hadamard_gemm_w4a4", x, bits, qweight, weight_scale, bias)
+    prologue.check("hadamard_gemm_w4a4", x, rule, qweight, weight_scale, bias)
     prologue.check_residual("hadamard_gemm_w4a4", x, weight_scale, residual)
 
 
@@ -47,7 +48,7 @@ def reference(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Specification; see the module."""
-    _check(x, bits, qweight, weight_scale, bias, residual)
+    _check(x, CodeRule(bits, clip), qweight, weight_scale, bias, residual)
     codes, scale = rotate_op.reference(x, order, pow2, inner, bits, clip)
     return prologue.add(gemm_op.reference(codes, scale, qweight, weight_scale, bias, x.dtype), residual)
 
@@ -97,12 +98,12 @@ def cuda(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launches csrc/gemm/prologue_heads.cu."""
-    _check(x, bits, qweight, weight_scale, bias, residual)
+    rule = CodeRule(bits, clip)
+    _check(x, rule, qweight, weight_scale, bias, residual)
     check_shape(x, order, pow2, inner)
     signs = hadamard_launch.head_sign_table(order, pow2, x.device)
-    rule = (clip_over_qmax(clip, bits), bits)
     heads = (order * pow2, inner, signs.data_ptr())
-    arguments = (x.data_ptr(), x.stride(0), DTYPE_CODES[x.dtype], *heads, *rule)
+    arguments = (x.data_ptr(), x.stride(0), DTYPE_CODES[x.dtype], *heads, rule.clip_over_qmax, bits)
     return prologue.launch("hadamard_gemm", arguments, x, qweight, weight_scale, bias, residual)
 
 

@@ -13,7 +13,8 @@ import functools
 
 import torch
 
-from quarot.ops.quantize_per_token import BYTES, DTYPE_CODES, NIBBLES
+from quarot.ops.code_rule import BYTES, NIBBLES, CodeRule
+from quarot.ops.quantize_per_token import DTYPE_CODES
 from quarot.ops.registry import extension, stream
 from quarot.rotation.hadamard import hadamard_matrix
 
@@ -202,9 +203,7 @@ def transform_quantize(
     order: int,
     pow2: int,
     inner: int,
-    bits: int,
-    clip_over_qmax: float,
-    layout: int,
+    rule: CodeRule,
     codes: torch.Tensor,
     scale: torch.Tensor,
 ) -> None:
@@ -212,9 +211,10 @@ def transform_quantize(
     width = rows.shape[1] // 2 if silu else rows.shape[1]
     ext = extension()
     assert ext is not None
-    plan = None if layout == NIBBLES or inner > 1 else _tensor_core_plan(rows, order, pow2, width)
-    if clip_over_qmax < _LEAST_CLIP:
+    plan = None if rule.layout == NIBBLES or inner > 1 else _tensor_core_plan(rows, order, pow2, width)
+    if rule.clip_over_qmax < _LEAST_CLIP:
         plan = None
+    quantiser = (rule.clip_over_qmax, rule.bits, rule.layout)
     with torch.cuda.device(rows.device):
         if plan is not None:
             table = factor_table(order, pow2, rows.device)
@@ -228,9 +228,7 @@ def transform_quantize(
                 table.data_ptr(),
                 codes.data_ptr(),
                 scale.data_ptr(),
-                clip_over_qmax,
-                bits,
-                layout,
+                *quantiser,
                 stream(rows),
             )
             return
@@ -245,9 +243,7 @@ def transform_quantize(
                 head_sign_table(order, pow2, rows.device).data_ptr(),
                 codes.data_ptr(),
                 scale.data_ptr(),
-                clip_over_qmax,
-                bits,
-                layout,
+                *quantiser,
                 stream(rows),
             )
             return
@@ -261,8 +257,6 @@ def transform_quantize(
             sign_table(order, rows.device).data_ptr() if order > 1 else 0,
             codes.data_ptr(),
             scale.data_ptr(),
-            clip_over_qmax,
-            bits,
-            layout,
+            *quantiser,
             stream(rows),
         )

@@ -8,89 +8,44 @@ section 4, fused with the quantiser of the linear layer behind it.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quarot.ops import hadamard_launch
+from quarot.ops.code_rule import CodeRule, Codes
 from quarot.ops.hadamard import check_shape, hadamard_reference
-from quarot.ops.quantize_per_token import (
-    as_rows,
-    check_bits,
-    clip_over_qmax,
-    code_buffers,
-    code_layout,
-    empty_codes,
-    quantize_rows,
-)
+from quarot.ops.quantize_per_token import as_rows, quantize_rows
 from quarot.ops.quantize_per_token import cuda as quantize_per_token_cuda
 from quarot.ops.registry import define_op
 
 
-def reference(
-    x: torch.Tensor,
-    order: int,
-    pow2: int,
-    inner: int,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(x: torch.Tensor, order: int, pow2: int, inner: int, *rule: Any) -> Codes:
     """Specification; see the module."""
-    return quantize_rows(hadamard_reference(x.float(), order, pow2, inner), bits, clip, packed, upper)
+    return quantize_rows(hadamard_reference(x.float(), order, pow2, inner), CodeRule(*rule))
 
 
-def fake(
-    x: torch.Tensor,
-    order: int,
-    pow2: int,
-    inner: int,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fake(x: torch.Tensor, order: int, pow2: int, inner: int, *rule: Any) -> Codes:
     """Shapes and dtypes of the outputs."""
-    check_bits(bits, packed, upper)
-    return empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
+    return CodeRule(*rule).outputs(x.shape[:-1].numel(), x.shape[-1], x)
 
 
-def available(
-    x: torch.Tensor,
-    order: int,
-    pow2: int,
-    inner: int,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> str | None:
+def available(x: torch.Tensor, order: int, pow2: int, inner: int, *rule: Any) -> str | None:
     """Why no kernel can serve (None when one can)."""
-    return hadamard_launch.unavailable(x, x.shape[-1], order, pow2, inner, packed)
+    return hadamard_launch.unavailable(x, x.shape[-1], order, pow2, inner, CodeRule(*rule).packed)
 
 
-def cuda(
-    x: torch.Tensor,
-    order: int,
-    pow2: int,
-    inner: int,
-    bits: int,
-    clip: float,
-    packed: bool = False,
-    upper: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cuda(x: torch.Tensor, order: int, pow2: int, inner: int, *arguments: Any) -> Codes:
     """Launches csrc/hadamard."""
-    check_bits(bits, packed, upper)
     if order * pow2 == 1:
-        return quantize_per_token_cuda(x, bits, clip, packed, upper)
+        return quantize_per_token_cuda(x, *arguments)
     check_shape(x, order, pow2, inner)
-    rows = as_rows(x)
-    codes, scale = code_buffers(rows.shape[0], rows.shape[1], packed, x)
+    rule, rows = CodeRule(*arguments), as_rows(x)
+    codes, scale = rule.buffers(rows.shape[0], rows.shape[1], x)
     if not rows.numel():
         scale.zero_()  # of rows of nothing
     else:
-        hadamard_launch.transform_quantize(
-            rows, False, order, pow2, inner, bits, clip_over_qmax(clip, bits), code_layout(packed, upper), codes, scale
-        )
+        hadamard_launch.transform_quantize(rows, False, order, pow2, inner, rule, codes, scale)
     return codes, scale
 
 

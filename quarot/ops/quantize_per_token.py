@@ -19,10 +19,11 @@ in the tensor cores than one with five copies of a sign: at the power limit of t
 
 from __future__ import annotations
 
-import functools
+from typing import Any
 
 import torch
 
+from quarot.ops.code_rule import CodeRule, Codes
 from quarot.ops.registry import define_op, extension, stream
 from quarot.quantization.packing import K_ALIGNMENT, pack_nibbles, padded
 
@@ -34,28 +35,14 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 """Dtypes the reference takes; any other would be quantised as what it happens to cast to."""
 
 
-def check_bits(bits: int, packed: bool, upper: bool = False) -> None:
-    """Raise ValueError for a code width the ops do not have."""
-    if not 2 <= bits <= 8:
-        raise ValueError(f"activation codes have 2 to 8 bits, not {bits}")
-    if packed and bits != 4:
-        raise ValueError(f"packed activations are 4-bit codes, two a byte; bits={bits} needs packed=False")
-    if upper and (packed or bits > 4):
-        raise ValueError(
-            f"codes of {bits} bits{', packed,' if packed else ''} have no upper half to lie in: upper=False"
-        )
-
-
 UPPER_ROWS = 512
 """From this many rows on the GEMM runs at the power limit of the board: its codes had better be in upper halves."""
 UPPER_FACTOR = 16
 
 
-def quantize_rows(
-    x: torch.Tensor, bits: int, clip: float, packed: bool, upper: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, rule: CodeRule) -> Codes:
     """The rule of the module on ``x`` [..., K]: codes (int8 [M, Kp] or packed uint8 [M, Kp/2]) and scale fp32 [M]."""
-    check_bits(bits, packed, upper)
+    bits, _, packed, upper = rule.check()
     if x.dtype not in FLOATS or not x.dim():
         raise TypeError(
             f"only float16, bfloat16, float32 and float64 rows can be quantised, not {x.dtype} {[*x.shape]}"
@@ -63,7 +50,7 @@ def quantize_rows(
     rows = x.float().reshape(x.shape[:-1].numel(), x.shape[-1])
     qmax = 2 ** (bits - 1) - 1
     absmax = rows.abs().amax(-1, keepdim=True) if rows.shape[1] else rows.new_zeros(rows.shape[0], 1)
-    scale = absmax * clip_over_qmax(clip, bits)
+    scale = absmax * rule.clip_over_qmax
     # masked_fill, not where: a scalar in where is a copy from the host, which waits and cannot be recorded in a graph.
     factor = UPPER_FACTOR if upper else 1
     scale = scale.masked_fill(scale < SMALLEST_SCALE * factor, 0.0)
@@ -75,65 +62,18 @@ def quantize_rows(
     return (pack_nibbles(codes) if packed else codes), (scale / factor if upper else scale).squeeze(-1)
 
 
-@functools.lru_cache(maxsize=64)
-def clip_over_qmax(clip: float, bits: int) -> float:
-    """``clip / qmax`` rounded once to fp32, as a Python float."""
-    return torch.tensor(clip / (2 ** (bits - 1) - 1), dtype=torch.float32).item()
-
-
-def empty_codes(
-    rows: int | torch.SymInt, k: int, packed: bool, like: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Uninitialised codes and scale for ``rows`` rows of ``k`` columns, on the device of ``like``."""
-    width = padded(k, K_ALIGNMENT)
-    codes = (
-        like.new_empty((rows, width // 2), dtype=torch.uint8)
-        if packed
-        else like.new_empty((rows, width), dtype=torch.int8)
-    )
-    return codes, like.new_empty((rows,), dtype=torch.float32)
-
-
-_ROW_ALIGNMENT, _FEW_ROWS = 128, 16
-
-
-def code_buffers(rows: int, k: int, packed: bool, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a kernel fills: :func:`empty_codes`, with memory behind the last row up to a multiple of 128 of them.
-
-    The GEMM reads tokens by tiles. The copy engine fills rows that are not there with zeros, more slowly than it
-    copies, so it is given rows of anything (``csrc/gemm/NOTES.md``). Up to 16 tokens are not read by tiles.
-    """
-    more = -rows % _ROW_ALIGNMENT if rows > _FEW_ROWS else 0
-    codes, scale = empty_codes(rows + more, k, packed, like)
-    return codes[:rows], scale[:rows]
-
-
-def reference(
-    x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(x: torch.Tensor, *rule: Any) -> Codes:
     """Specification; see the module."""
-    return quantize_rows(x, bits, clip, packed, upper)
+    return quantize_rows(x, CodeRule(*rule))
 
 
-def fake(
-    x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fake(x: torch.Tensor, *rule: Any) -> Codes:
     """Shapes and dtypes of the outputs."""
-    check_bits(bits, packed, upper)
-    return empty_codes(x.shape[:-1].numel(), x.shape[-1], packed, x)
+    return CodeRule(*rule).outputs(x.shape[:-1].numel(), x.shape[-1], x)
 
 
 DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
 """Element types the activation kernels read, as csrc/device/dtype.h numbers them."""
-
-
-BYTES, NIBBLES, UPPER_HALVES = 0, 1, 2
-"""How codes lie in memory, as csrc/device/quantize_row.cuh numbers it."""
-
-
-def code_layout(packed: bool, upper: bool) -> int:
-    """Layout of the codes of an op that was asked for these."""
-    return NIBBLES if packed else UPPER_HALVES if upper else BYTES
 
 
 def as_rows(x: torch.Tensor) -> torch.Tensor:
@@ -142,23 +82,20 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-def available(x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False) -> str | None:
+def available(x: torch.Tensor, *rule: Any) -> str | None:
     """Why the kernel cannot serve (None when it can)."""
     if x.dtype not in DTYPE_CODES or not x.dim():
         return f"the kernel reads rows of fp16, bf16 or fp32, not {x.dtype} {[*x.shape]}"
     return None
 
 
-def cuda(
-    x: torch.Tensor, bits: int, clip: float, packed: bool = False, upper: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cuda(x: torch.Tensor, *arguments: Any) -> Codes:
     """Launches csrc/quantize/quantize_per_token.cu."""
-    check_bits(bits, packed, upper)
-    x = as_rows(x)
+    rule, x = CodeRule(*arguments), as_rows(x)
     rows, k = x.shape
     if rows == 0 or k == 0:
-        return reference(x, bits, clip, packed, upper)
-    codes, scale = code_buffers(rows, k, packed, x)
+        return quantize_rows(x, rule)
+    codes, scale = rule.buffers(rows, k, x)
     with torch.cuda.device(x.device):
         extension().quantize_per_token(  # type: ignore[union-attr]
             x.data_ptr(),
@@ -168,9 +105,9 @@ def cuda(
             k,
             codes.data_ptr(),
             scale.data_ptr(),
-            clip_over_qmax(clip, bits),
-            bits,
-            code_layout(packed, upper),
+            rule.clip_over_qmax,
+            rule.bits,
+            rule.layout,
             stream(x),
         )
     return codes, scale

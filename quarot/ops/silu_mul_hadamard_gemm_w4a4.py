@@ -16,7 +16,7 @@ from quarot.ops import gemm_prologue as prologue
 from quarot.ops import gemm_w4a4 as gemm_op
 from quarot.ops import hadamard_launch
 from quarot.ops import silu_mul_hadamard_quantize as silu_op
-from quarot.ops.quantize_per_token import clip_over_qmax
+from quarot.ops.code_rule import CodeRule
 from quarot.ops.registry import define_op
 
 ROWS = 1
@@ -35,7 +35,7 @@ def reference(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Specification; see the module."""
-    _check(gate_up, bits, qweight, weight_scale, bias, residual)
+    _check(gate_up, CodeRule(bits, clip), qweight, weight_scale, bias, residual)
     codes, scale = silu_op.reference(gate_up, order, pow2, bits, clip)
     return prologue.add(gemm_op.reference(codes, scale, qweight, weight_scale, bias, gate_up.dtype), residual)
 
@@ -57,14 +57,14 @@ def fake(
 
 def _check(
     gate_up: torch.Tensor,
-    bits: int,
+    rule: CodeRule,
     qweight: torch.Tensor,
     weight_scale: torch.Tensor,
     bias: torch.Tensor | None,
     residual: torch.Tensor | None,
 ) -> None:
     op, width = "silu_mul_hadamard_gemm_w4a4", gate_up.shape[-1] // 2
-    prologue.check(op, gate_up[..., :width], bits, qweight, weight_scale, bias)
+    prologue.check(op, gate_up[..., :width], rule, qweight, weight_scale, bias)
     prologue.check_residual(op, gate_up, weight_scale, residual)
 
 
@@ -90,7 +90,7 @@ def available(
         return f"columns {gate_up.stride(1)} elements apart are not consecutive"
     if weight_scale.ndim != 1:
         return "weight scales are in groups"
-    return hadamard_launch.bits_unavailable(gate_up, order, pow2, clip_over_qmax(clip, bits))
+    return hadamard_launch.bits_unavailable(gate_up, order, pow2, CodeRule(bits, clip).clip_over_qmax)
 
 
 def cuda(
@@ -105,9 +105,10 @@ def cuda(
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launches csrc/gemm/sm90/prologue_silu.cu."""
-    _check(gate_up, bits, qweight, weight_scale, bias, residual)
+    rule = CodeRule(bits, clip)
+    _check(gate_up, rule, qweight, weight_scale, bias, residual)
     signs = hadamard_launch.factor_bits(order, pow2, gate_up.device)
-    transform = (order * pow2 // 64, signs.data_ptr(), clip_over_qmax(clip, bits), bits)
+    transform = (order * pow2 // 64, signs.data_ptr(), rule.clip_over_qmax, bits)
     arguments = (gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, *transform)
     return prologue.launch("silu_gemm_sm90", arguments, gate_up, qweight, weight_scale, bias, residual)
 

@@ -7,40 +7,30 @@ With ``gate, up = gate_up.chunk(2, -1)`` (gate first, n columns each) and ``silu
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from quarot.ops import hadamard_launch
+from quarot.ops.code_rule import CodeRule, Codes
 from quarot.ops.hadamard import check_shape, hadamard_reference
-from quarot.ops.quantize_per_token import (
-    as_rows,
-    check_bits,
-    clip_over_qmax,
-    code_buffers,
-    code_layout,
-    empty_codes,
-    quantize_rows,
-)
+from quarot.ops.quantize_per_token import as_rows, quantize_rows
 from quarot.ops.registry import define_op
 
 
-def reference(
-    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def reference(gate_up: torch.Tensor, order: int, pow2: int, *rule: Any) -> Codes:
     """Specification; see the module."""
     gate, up = _halves(gate_up)
     product = torch.nn.functional.silu(gate.float()) * up.float()
     if order * pow2 > 1:
         product = hadamard_reference(product, order, pow2, 1)
-    return quantize_rows(product, bits, clip, packed, upper)
+    return quantize_rows(product, CodeRule(*rule))
 
 
-def fake(
-    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def fake(gate_up: torch.Tensor, order: int, pow2: int, *rule: Any) -> Codes:
     """Shapes and dtypes of the outputs."""
-    check_bits(bits, packed, upper)
     gate, _ = _halves(gate_up)
-    return empty_codes(gate.shape[:-1].numel(), gate.shape[-1], packed, gate)
+    return CodeRule(*rule).outputs(gate.shape[:-1].numel(), gate.shape[-1], gate)
 
 
 def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,31 +40,24 @@ def _halves(gate_up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return gate, up
 
 
-def available(
-    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
-) -> str | None:
+def available(gate_up: torch.Tensor, order: int, pow2: int, *rule: Any) -> str | None:
     """Why no kernel can serve (None when one can)."""
     width = gate_up.shape[-1] // 2
     inner = hadamard_launch.identity_inner(width) if order * pow2 == 1 else 1
-    return hadamard_launch.unavailable(gate_up, width, order, pow2, inner, packed)
+    return hadamard_launch.unavailable(gate_up, width, order, pow2, inner, CodeRule(*rule).packed)
 
 
-def cuda(
-    gate_up: torch.Tensor, order: int, pow2: int, bits: int, clip: float, packed: bool = False, upper: bool = False
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cuda(gate_up: torch.Tensor, order: int, pow2: int, *arguments: Any) -> Codes:
     """Launches csrc/hadamard."""
-    check_bits(bits, packed, upper)
     gate, _ = _halves(gate_up)
     inner = hadamard_launch.identity_inner(gate.shape[-1]) if order * pow2 == 1 else 1
     check_shape(gate, order, pow2, inner)
-    rows = as_rows(gate_up)
-    codes, scale = code_buffers(rows.shape[0], gate.shape[-1], packed, gate_up)
+    rule, rows = CodeRule(*arguments), as_rows(gate_up)
+    codes, scale = rule.buffers(rows.shape[0], gate.shape[-1], gate_up)
     if not rows.numel():
         scale.zero_()  # of rows of nothing
     else:
-        hadamard_launch.transform_quantize(
-            rows, True, order, pow2, inner, bits, clip_over_qmax(clip, bits), code_layout(packed, upper), codes, scale
-        )
+        hadamard_launch.transform_quantize(rows, True, order, pow2, inner, rule, codes, scale)
     return codes, scale
 
 

@@ -115,6 +115,12 @@ def test_bad_arguments() -> None:
         quantize_per_token(torch.randn(2, 32), 9, 0.9)
     with pytest.raises(ValueError, match="bits=8 needs packed=False"):
         quantize_per_token(torch.randn(2, 32), 8, 0.9, True)
+    for clip in (0.0, -0.5, math.nan, math.inf):
+        with pytest.raises(ValueError, match=f"not at {clip}"):
+            quantize_per_token(torch.randn(2, 32), 4, clip)
+    for rows in (torch.tensor(1.0), torch.ones(2, 32, dtype=torch.int32)):
+        with pytest.raises(TypeError, match="rows can be quantised"):
+            quantize_per_token(rows, 4, 0.9)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
