@@ -35,8 +35,9 @@ def enabled(device: torch.device) -> bool:
 
     Reference ops are not: some make tensors on the CPU, and a graph recorded before would replay kernels instead.
     """
-    wanted = os.environ.get("QUAROT_CUDA_GRAPHS", "1") != "0"
-    return device.type == "cuda" and wanted and not registry.forces_reference()
+    if device.type != "cuda" or os.environ.get("QUAROT_CUDA_GRAPHS", "1") == "0" or registry.forces_reference():
+        return False
+    return registry.device_reason(device.index) is None
 
 
 class DecodeGraph:

@@ -15,6 +15,7 @@ from quarot.nn.joint import joined
 from quarot.nn.quant_linear import QuantLinear
 from quarot.ops import add_rms_norm_gemm_w4a4 as norm_gemm
 from quarot.ops import hadamard_gemm_w4a4 as hadamard_gemm
+from quarot.ops import registry
 from quarot.ops import silu_mul_hadamard_gemm_w4a4 as silu_gemm
 from quarot.ops.add_rms_norm_quantize import add_rms_norm_quantize
 from quarot.ops.gemm_prologue import ROWS
@@ -104,4 +105,6 @@ class LinearGroup:
 
     def _few(self, x: torch.Tensor) -> bool:
         """Whether rows are so few that the GEMM had better make its codes itself (where it can)."""
-        return x.shape[0] <= ROWS and x.is_cuda and self.first.w_bits == 4 and not self.first._packs_activations(x)
+        if x.shape[0] > ROWS or not x.is_cuda or self.first.w_bits != 4 or self.first._packs_activations(x):
+            return False
+        return registry.device_reason(x.device.index) is None
