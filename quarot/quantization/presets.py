@@ -31,7 +31,8 @@ decoder layer at a time at work, so for models of any size; with 4- and 6-bit ac
 a CPU takes hours (``layer_steps=0`` does without). ``best``: training of the whole model on one device.
 
 Left out of ``best``: targets that correct the error made upstream (``gptq_asymmetric``) gain nothing where codes are
-trained afterwards; clip ratios need no search where they are learned. Figures: docs/accuracy.md.
+trained afterwards, layers that are trained one by one before (``layer_steps``) nothing on other texts; clip ratios need
+no search where they are learned. Figures: docs/accuracy.md.
 """
 
 _GENTLE: dict[str, dict[str, Any]] = {
@@ -39,8 +40,8 @@ _GENTLE: dict[str, dict[str, Any]] = {
     "best": {"rotation_steps": 60, "tune_steps": 100, "tune_learning_rate": 0.001},
 }
 """Instead, where activations keep 8 bits or more: there is less to win back, and less to lose on other texts. The error
-made upstream is small enough then to be corrected; at 4 bits that fits the calibration text only. Training layers has
-not been shown to help there."""
+made upstream is small enough then to be corrected; at 4 bits that fits the calibration text only. Training layers
+gains on text of the calibration's kind only there."""
 
 
 def with_preset(config: QuarotConfig | None, name: str | None, fields: Mapping[str, Any]) -> QuarotConfig:
