@@ -8,12 +8,21 @@ from __future__ import annotations
 
 import functools
 import statistics
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 Call = Callable[[], Any]
+
+REST_S = 0.5
+"""Seconds without work between a sustained measurement and one that is not.
+
+The clocks that the power limit left stay for 0.1 to 0.2 s: right behind a sustained FP8 GEMM an H200 began the four
+INT4 GEMMs of Llama-2-7B at M = 1 with 1.26 GHz and took 35.4 us for them; then, and after a rest, 30.5 us.
+"""
+_sustained_until = float("-inf")  # of time.monotonic()
 
 # Dense peaks in TFLOP/s (TOP/s) from NVIDIA's data sheets, without sparsity.
 _PEAKS = {
@@ -55,6 +64,7 @@ def measure(
         sustain: seconds of replays before timing, and half as long timed: the clocks are then those that the board's
             power limit leaves to this kernel in a long prefill, not those of a burst.
     """
+    global _sustained_until
     calls = [make() for _ in range(copies_for(nbytes, l2_bytes()) if cold else 1)]
     # A short rotation is repeated inside the graph so that one replay is long against the timer's resolution.
     rounds = max(1, 20 // len(calls))
@@ -76,6 +86,8 @@ def measure(
         with torch.cuda.graph(captured):
             everything()
         run = captured.replay
+    if not sustain:
+        time.sleep(max(0.0, _sustained_until + REST_S - time.monotonic()))
     for _ in range(3):
         run()
     if sustain:
@@ -89,6 +101,8 @@ def measure(
         run()
         stop.record()
     torch.cuda.synchronize()
+    if sustain:
+        _sustained_until = time.monotonic()
     return statistics.median(start.elapsed_time(stop) for start, stop in events) * 1e3 / (rounds * len(calls))
 
 
