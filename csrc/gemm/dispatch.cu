@@ -1,6 +1,7 @@
 // The choice of kernel by size. Every number was measured on an H200 (NOTES.md, "Dispatch") unless it says otherwise.
 #include "gemm/dispatch.h"
 
+#include "gemm/sm90/one_row.h"
 #include "gemm/sm90/ring.h"
 
 namespace quarot {
@@ -9,6 +10,8 @@ namespace {
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 GemmChoice skinny_choice(GemmSize const& s) {
+    bool const one_row = s.m == 1 && s.int4_weight && s.capability == 90 && !s.float32_out && s.k <= sm90::kOneRowK;
+    if (one_row) return {GemmKernel::kSkinny, 1, s.k > 4096 ? 32 : 16, 1};
     if (s.m <= 8) {
         // Long K: 32 warps have more of it in flight. Short K: 16 of them, once an SM. Twice would be 3-4 % faster alone,
         // but takes all registers, so that no kernel behind it can start early: 2 us more in a layer of a decode step.

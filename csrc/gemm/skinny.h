@@ -33,7 +33,7 @@ struct SkinnyProblem {
 
 /// How to run it; dispatch.h picks by size, the tuner passes its own.
 struct SkinnyConfig {
-    int tokens;   ///< tokens of one pass over the weights: 8, 16 or 32
+    int tokens;   ///< tokens of one pass over the weights: 8, 16 or 32, or 1 (sm90/one_row.h)
     int warps;    ///< 8 (32 tokens on GPUs with 99 KB of shared memory), 16 or 32 a block
     int blocks;   ///< resident blocks an SM: 1 or 2
 };

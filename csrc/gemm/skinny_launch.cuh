@@ -13,9 +13,10 @@ inline constexpr OutputType output_type = std::is_same_v<T, __half>          ? O
                                           : std::is_same_v<T, __nv_bfloat16> ? OutputType::kBFloat16
                                                                              : OutputType::kFloat32;
 
-/// `input_shared`: bytes of shared memory that a made input needs beside its codes.
+/// `input_shared`: bytes of shared memory that a made input needs beside its codes. `most_slots`: of the ring of each warp.
 template <class Weights, class Input, int TOKEN_TILES, int UNITS, int WARPS, int BLOCKS>
-cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, int input_shared) {
+cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, int input_shared,
+                int most_slots = WeightRing<Weights, UNITS, WARPS>::kMostSlots) {
     using Layout = SharedLayout<Weights, Input, TOKEN_TILES, UNITS>;
     Device const& device = current_device();
     Geometry g;
@@ -40,7 +41,7 @@ cudaError_t run(SkinnyProblem const& p, typename Input::Arguments const& input, 
     if (Input::kOneChunk && g.units > WARPS * UNITS) return cudaErrorInvalidValue;
     int const used = (Layout::total(code_bytes, g.strips_max) + input_shared + 127) / 128 * 128;
     g.ring = used;
-    g.ring_slots = ring ? std::min((limit - used) / Ring::bytes(1), Ring::kMostSlots) : 0;
+    g.ring_slots = ring ? std::min((limit - used) / Ring::bytes(1), most_slots) : 0;
     if (ring && g.ring_slots < 1) return cudaErrorInvalidValue;
     int shared = used + Ring::bytes(g.ring_slots);
     // One block an SM, whatever its registers: where two fit, the first SMs to be free take two, and others none.

@@ -25,6 +25,7 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 257, 513]
 # kernel, a, b, c as in csrc/gemm/dispatch.h: every instantiation there is.
 SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 16, 1), (0, 32, 8, 1)]
+ONE_ROW = [(0, 1, 16, 1), (0, 1, 32, 1)]
 WIDE = [(1, 128, 256, 0), (1, 128, 128, 0)]
 SPLIT = [(5, 64, 64, parts) for parts in (1, 2, 3, 4)]  # parts of K
 RING = [
@@ -113,6 +114,28 @@ def test_groups(m, n, k, group):
         else:
             got = gemm_w8a8(codes, row_scale, weight, weight_scale, bias, torch.float16)
         assert torch.equal(got, want)
+
+
+@hopper
+@pytest.mark.parametrize("k", [32, 224, 4096, 4128, 8192, 8224, 11008, 28672, 32768])
+def test_one_row(k):
+    for n in (10, 1037, 22016):
+        codes, row_scale, weight, weight_scale, bias = problem(1, n, k, low=-128, high=128, seed=n)
+        qweight = pack_int4_tiles(weight)
+        for dtype in (torch.float16, torch.bfloat16):
+            for b in (None, bias):
+                want = exact(codes, row_scale, weight, weight_scale, b, dtype)
+                for tactic in ONE_ROW:
+                    got = gemm_launch.launch(
+                        codes, row_scale, qweight, weight_scale, b, dtype, weight_format=0, tactic=tactic
+                    )
+                    assert torch.equal(got, want), (n, tactic, dtype)
+
+
+def test_one_row_too_long_for_shared_memory():
+    codes, row_scale, weight, weight_scale, bias = problem(1, 64, 40000)
+    got = gemm_w4a4(codes, row_scale, pack_int4_tiles(weight), weight_scale, bias, torch.float16, False)
+    assert torch.equal(got, exact(codes, row_scale, weight, weight_scale, bias, torch.float16))
 
 
 @hopper
