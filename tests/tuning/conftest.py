@@ -45,12 +45,12 @@ def quantize(windows: Tensor) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def divergence() -> Callable[[nn.Module, nn.Module, Tensor], float]:
-    """Mean KL divergence of a model's next-token distributions from those of a reference, over some windows."""
+def divergences(windows: Tensor, unseen: Tensor) -> Callable[[nn.Module, nn.Module], tuple[float, float]]:
+    """Mean KL divergence of next-token distributions from those of a reference: on ``windows``, and on ``unseen``."""
 
-    def of(model: nn.Module, reference: nn.Module, ids: Tensor) -> float:
-        with torch.no_grad():
-            own, wanted = (F.log_softmax(m(ids, use_cache=False).logits, -1) for m in (model, reference))
+    @torch.no_grad()
+    def divergence(model: nn.Module, reference: nn.Module, ids: Tensor) -> float:
+        own, wanted = (F.log_softmax(m(ids, use_cache=False).logits, -1) for m in (model, reference))
         return float((wanted.exp() * (wanted - own)).sum(-1).mean())
 
-    return of
+    return lambda model, reference: (divergence(model, reference, windows), divergence(model, reference, unseen))

@@ -1,7 +1,6 @@
 """Tuning brings the quantised model closer to the full-precision one, also on tokens it has not seen."""
 
 import copy
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,22 @@ from quarot.architectures import linear_modules
 from quarot.nn.quant_linear import QuantLinear
 from quarot.quantization.quantize_model import quantize_model
 from quarot.tuning.attention import quantized_attention
-from quarot.tuning.material import Material
 from quarot.tuning.tune import _states, _trainable
 
-Divergence = Callable[[nn.Module, nn.Module, torch.Tensor], float]
+Divergences = Callable[[nn.Module, nn.Module], tuple[float, float]]
 
 
 @pytest.mark.parametrize(
     "fields", [{}, {"w_symmetric": False, "w_group_size": 32, "a_bits": 8}, {"w_method": "rtn"}], ids=str
 )
 def test_tuning_helps(
-    rotated: nn.Module,
-    fields: dict[str, Any],
-    quantize: Callable[..., Any],
-    divergence: Divergence,
-    windows: torch.Tensor,
-    unseen: torch.Tensor,
+    rotated: nn.Module, fields: dict[str, Any], quantize: Callable[..., Any], divergences: Divergences
 ) -> None:
     plain = quantize(copy.deepcopy(rotated), **fields)
     tuned = quantize(copy.deepcopy(rotated), tune_steps=60, tune_learning_rate=0.01, **fields)
-    assert divergence(tuned, rotated, windows) < 0.85 * divergence(plain, rotated, windows)
-    assert divergence(tuned, rotated, unseen) < divergence(plain, rotated, unseen)
+    (seen, unseen), (plain_seen, plain_unseen) = divergences(tuned, rotated), divergences(plain, rotated)
+    assert seen < 0.85 * plain_seen
+    assert unseen < plain_unseen
     assert sum(p.numel() * p.element_size() for p in tuned.parameters()) == sum(
         p.numel() * p.element_size() for p in plain.parameters()
     )
@@ -89,30 +83,3 @@ def test_tuning_resumes_from_finished_layers(rotated: nn.Module, tmp_path: Path,
     again = quantize(copy.deepcopy(rotated), **fields)
     for (name, a), (_, b) in zip(first.state_dict().items(), again.state_dict().items(), strict=True):
         assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize("what", ["tune", "layers", "rotation"])
-def test_half_precision_models_have_the_gradients_of_float32(
-    what: str, rotated: nn.Module, quantize: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The gradient of a mean over thousands of tokens is below the least positive number of fp16."""
-    steps = {"tune": "tune_steps", "layers": "layer_steps", "rotation": "rotation_steps"}[what]
-    module = importlib.import_module(
-        {"tune": "quarot.tuning.tune", "layers": "quarot.tuning.layer", "rotation": "quarot.rotation.learned"}[what]
-    )
-    gradients: dict[torch.dtype, list[torch.Tensor]] = {}
-
-    def first_step(loss_of: Any, groups: list[dict[str, Any]], material: Material, **_: Any) -> list[float]:
-        (loss_of(material.windows[:8], material.targets[:8]) * 2.0**-12).backward()
-        found = gradients.setdefault(dtype, [])
-        found += [p.grad.clone() for group in groups for p in group["params"] if p.grad is not None]
-        return [0.0]
-
-    monkeypatch.setattr(module, "optimize", first_step)
-    exact = rotated.half().float()
-    for dtype in (torch.float32, torch.float16):
-        model = quantize(copy.deepcopy(exact).to(dtype), **{steps: 1}, w_method="rtn", a_bits=8, training_samples=8)
-        assert {p.dtype for p in model.model.norm.parameters()} == {dtype}
-    for own, wanted in zip(gradients[torch.float16], gradients[torch.float32], strict=True):
-        # Of a layer's clip ratio, one number, little is left where the rounding of its inputs has had its share.
-        assert (own.numel() == 1 and what == "layers") or (own - wanted).norm() < 0.3 * wanted.norm()
