@@ -122,18 +122,24 @@ def test_a_strided_input_is_read_as_it_is() -> None:
     assert torch.allclose(rounded(x, 4, grad)[0], rounded(x.contiguous(), 4, grad.contiguous())[0])
 
 
-@pytest.mark.parametrize("home", ["cuda", "cpu"])
+@pytest.mark.parametrize(
+    ("home", "dtype"), [("cuda", torch.float32), ("cpu", torch.float32), ("cuda", torch.float16)], ids=str
+)
 @pytest.mark.parametrize("steps", [{"rotation_steps": 40, "tune_steps": 60}, {"layer_steps": 60}], ids=str)
 def test_steps_are_recorded_and_help(
-    tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture, steps: dict[str, int], home: str
+    tiny_model: Callable[..., nn.Module],
+    caplog: pytest.LogCaptureFixture,
+    steps: dict[str, int],
+    home: str,
+    dtype: torch.dtype,
 ) -> None:
-    model = tiny_model("llama").to(home)
+    model = tiny_model("llama", dtype=dtype).to(home)
     rotate_model(model, progress=False)
     ids = WINDOWS.cuda()
 
     def divergence(other: nn.Module) -> float:
         with torch.no_grad():
-            wanted, own = (torch.log_softmax(m.cuda()(ids, use_cache=False).logits, -1) for m in (model, other))
+            wanted, own = (m.cuda()(ids, use_cache=False).logits.float().log_softmax(-1) for m in (model, other))
         return float((wanted.exp() * (wanted - own)).sum(-1).mean())
 
     plain = quantize_model(copy.deepcopy(model), **FIELDS)
