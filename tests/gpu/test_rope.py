@@ -20,8 +20,9 @@ pytestmark = pytest.mark.skipif(
         (130, 8, 2, 128, 128, True),
         (5, 4, 4, 96, 48, False),
         (3, 2, 1, 256, 128, True),
+        (6, 17, 2, 256, 256, True),
     ],
-    ids=["llama", "smollm2", "qwen3", "partial", "partial-norm"],
+    ids=["llama", "smollm2", "qwen3", "partial", "partial-norm", "gemma3"],
 )
 def test_rope_matches_float64(dtype, tokens, heads, kv_heads, head_dim, rotary_dim, norm):
     generator = torch.Generator(device="cuda").manual_seed(0)
@@ -41,6 +42,19 @@ def test_rope_matches_float64(dtype, tokens, heads, kv_heads, head_dim, rotary_d
     rounding = (exact.to(dtype).double() - exact).abs().max()
     assert (got.double() - exact).abs().max() <= 2 * rounding + 1e-6
     assert torch.equal(got[:, (heads + kv_heads) * head_dim :], qkv[:, (heads + kv_heads) * head_dim :])
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["vectors", "unaligned"])
+def test_rows_of_a_batch_share_the_tables(offset):
+    """Three rows of 11 tokens over tables of 11; the same numbers where no load can take 16 bytes."""
+    qkv = torch.randn(33, 40 * 128 + 8, device="cuda", dtype=torch.float16)[:, : 40 * 128]
+    cos, sin = (torch.randn(11, 128, device="cuda", dtype=torch.float16) for _ in range(2))
+    want = qkv.clone()
+    rope(want, cos.repeat(3, 1), sin.repeat(3, 1), 32, 4, 128, None, None, 1e-5)
+    memory = torch.empty(33 * 40 * 128 + 8, device="cuda", dtype=torch.float16)
+    got = memory[offset : offset + qkv.numel()].view(qkv.shape).copy_(qkv)
+    rope(got, cos, sin, 32, 4, 128, None, None, 1e-5)
+    assert torch.equal(got, want)
 
 
 def test_no_tokens():
