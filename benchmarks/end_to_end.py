@@ -15,7 +15,7 @@ import torch
 from benchmarks.report import Row
 from benchmarks.shapes import SHAPES, Options, Shape
 from benchmarks.timing import copy_bandwidth
-from quarot.bench.measure import milliseconds
+from quarot.bench.measure import BLOCK_CALLS, milliseconds
 from quarot.bench.shapes import config_of
 from quarot.bench.subjects import Decode, PackedDecode, Quantized, Recorded, Subject, release
 from quarot.config import QuarotConfig
@@ -109,7 +109,7 @@ def _forward(op: str, shape: Shape, layers: int | None, batch: int, length: int)
         subject: Subject | None = build(shape, layers)
         assert subject is not None
         call: Any = (subject.prefill if layers is None else subject.prefill_block)(batch, length)
-        times.append(milliseconds(call, 5))
+        times.append(milliseconds(call, 5, 1 if layers is None else BLOCK_CALLS))
         subject = call = None
         release(CUDA)
     mine, peer = (1e3 * ms for ms in times)
