@@ -31,7 +31,7 @@ Tactic = tuple[int, int, int, int]
 SKINNY, WIDE, GROUPED, TILE, SPLIT, WIDE_GROUPS, RING = 0, 1, 2, 4, 5, 6, 7
 RING_TILES = (
     *((64, 32), (128, 32), (192, 32)),
-    *((64, 64), (128, 64), (192, 64), (320, 64), (384, 64), (64, 128), (128, 128), (192, 128)),
+    *((64, 64), (128, 64), (192, 64), (320, 64), (384, 64), (64, 128), (128, 128), (192, 128), (128, 256)),
 )
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _ROUNDS = 5
@@ -56,18 +56,20 @@ def candidates(m: int, n: int, k: int, group: int = 0, bits: int = 4) -> Iterato
         return
     if m <= 64:
         yield SKINNY, next(tokens for tokens in (8, 16, 32, 64) if m <= tokens or tokens == 32), 16, 1
-    for swizzle in (0, 1) if m >= 1024 else (0,) if m > 32 or bits == 8 else ():  # as launch.h takes it, none
-        yield WIDE, 128, 128, swizzle
-        yield WIDE, 128, 256, swizzle
-    for parts in (1, 2, 3, 4) if m > 32 or bits == 8 else ():
-        if k % (32 * parts) == 0 and m <= 256:
-            yield SPLIT, 64, 64, parts
-        if k % (32 * parts) == 0 and m <= 1024 and bits == 8:
-            yield SPLIT, 128, 64, parts
-    for channels, tokens in RING_TILES if bits == 4 else ():
-        if (tokens == 32) == (m <= 32) and (tokens < 2 * m <= 4096 or m <= 32) and n * m <= 1000 * channels * tokens:
+    if bits == 8:
+        for swizzle in (0, 1) if m >= 1024 else (0,):  # as launch.h takes it, none
+            yield WIDE, 128, 128, swizzle
+            yield WIDE, 128, 256, swizzle
+        for parts in (1, 2, 3, 4):
+            if k % (32 * parts) == 0 and m <= 256:
+                yield SPLIT, 64, 64, parts
+            if k % (32 * parts) == 0 and m <= 1024:
+                yield SPLIT, 128, 64, parts
+        return
+    for channels, tokens in RING_TILES:
+        if (tokens == 32) == (m <= 32) and (tokens < 2 * m or m <= 32) and n * m <= 1000 * channels * tokens:
             yield RING, channels, tokens, 0
-            meets = channels == 64 and tokens in (32, 64)
+            meets = (channels, tokens) in ((64, 32), (64, 64), (192, 32))
             if meets and k > 128 and 2 * math.ceil(n / channels) * math.ceil(m / tokens) <= _multiprocessors():
                 yield RING, channels, tokens, 2
 

@@ -23,12 +23,11 @@ GemmChoice skinny_choice(GemmSize const& s) {
     return {GemmKernel::kSkinny, 32, small_shared ? 8 : 16, 1};
 }
 
-/// A CUTLASS tile and what it costs, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K of a
-/// block / 4096); `half` and `half_depth` for a last wave with one block an SM where two fit; `meeting` where blocks
-/// share a tile. Least squares over `python -m benchmarks.gemm_candidates` (NOTES.md, "Dispatch"), but for int8 weights and
-/// more than 256 tokens, which are fitted by hand.
+/// A CUTLASS tile of int8 weights and what it costs, in microseconds: `fixed` + for each wave of blocks `wave` +
+/// `wave_depth` * (K of a block / 4096); `half` and `half_depth` for a last wave with one block an SM where two fit;
+/// `meeting` where blocks share a tile. Least squares over `python -m benchmarks.gemm_candidates` (NOTES.md, "Dispatch"), but
+/// for more than 256 tokens, which are fitted by hand.
 struct WideTile {
-    int weight_bits;
     int channels, tokens;
     int resident;                 ///< blocks an SM holds
     int least_parts, most_parts;  ///< of K
@@ -39,34 +38,34 @@ struct WideTile {
 
 constexpr int kAny = 4096;  // above, the largest tile: fewest reads of the operands
 constexpr WideTile kWideTiles[] = {
-    {4, 128, 128, 1, 1, 1, 1024, 1.31, 1.20, 10.66},
-    {4, 128, 256, 1, 1, 1, 1024, 0.00, 3.27, 21.24},
-    {4, 128, 128, 1, 1, 1, kAny, 0.00, 0.76, 11.55, 0.00, 0.00, 0.00, 1025},
-    {4, 128, 256, 1, 1, 1, kAny, 0.00, 2.56, 21.30, 0.00, 0.00, 0.00, 1025},
-    {4, 64, 64, 2, 2, 4, 256, 5.40, 1.30, 8.20, 0.00, 5.47, 0.00},
-    {8, 64, 64, 2, 1, 2, 256, 0.00, 2.58, 11.70, 2.11, 7.59, 4.09},
-    {8, 128, 64, 2, 1, 2, 64, 0.00, 2.68, 26.36, 2.71, 15.02, 3.59},
-    {8, 128, 128, 1, 1, 1, 256, 2.31, 2.65, 10.49, 0.00, 0.00, 0.00, 65},
-    {8, 128, 128, 1, 1, 1, kAny, 2.30, 0.00, 11.35, 0.00, 0.00, 0.00, 257},
-    {8, 128, 256, 1, 1, 1, kAny, 2.30, 0.00, 22.00, 0.00, 0.00, 0.00, 65},
+    {64, 64, 2, 1, 2, 256, 0.00, 2.58, 11.70, 2.11, 7.59, 4.09},
+    {128, 64, 2, 1, 2, 64, 0.00, 2.68, 26.36, 2.71, 15.02, 3.59},
+    {128, 128, 1, 1, 1, 256, 2.31, 2.65, 10.49, 0.00, 0.00, 0.00, 65},
+    {128, 128, 1, 1, 1, kAny, 2.30, 0.00, 11.35, 0.00, 0.00, 0.00, 257},
+    {128, 256, 1, 1, 1, kAny, 2.30, 0.00, 22.00, 0.00, 0.00, 0.00, 65},
 };
 
 /// A tile of the ring kernel, in microseconds: `fixed` + for each wave of blocks `wave` + `wave_depth` * (K of a block /
 /// 4096) + for each strip of 64 channels that the block with the most of them has in all `strip_depth` * (K / 4096). As
-/// fitted above.
+/// fitted above: up to 512 tokens all in turns, beyond each on its own at the power limit.
 struct RingTile {
     int channels, tokens;
+    int least_tokens, most_tokens;  ///< M
     double fixed, wave, wave_depth, strip_depth;
     int peers = 1;  ///< blocks that share the K of a tile; all of them have to run at once
 };
 
-constexpr int kMostRingTokens = 1024;  // above, it takes as long as CUTLASS's tiles in turns and was not timed sustained
 constexpr RingTile kRingTiles[] = {
-    {64, 32, 0.28, 1.09, 1.86, 1.86},    {128, 32, 0.00, 1.88, 1.39, 2.83},   {192, 32, 0.00, 1.92, 1.07, 3.25},
-    {64, 32, 1.32, 1.32, 4.14, 0.00, 2}, {64, 64, 2.04, 1.02, 4.42, 0.00, 2},  // from 17 tokens on
-    {64, 64, 1.27, 1.02, 3.57, 0.00},  {128, 64, 1.60, 0.96, 2.44, 1.79},  {192, 64, 1.71, 0.86, 2.45, 1.96},
-    {320, 64, 2.17, 0.53, 2.88, 2.17}, {384, 64, 1.88, 0.80, 3.90, 2.07},  {64, 128, 1.49, 0.72, 5.55, 0.00},
-    {128, 128, 1.57, 0.44, 0.98, 5.06}, {192, 128, 1.78, 0.34, 1.15, 5.09},
+    {64, 32, 17, 32, 0.28, 1.09, 1.86, 1.86},    {128, 32, 17, 32, 0.00, 1.88, 1.39, 2.83},
+    {192, 32, 17, 32, 0.00, 1.92, 1.07, 3.25},   {64, 32, 17, 32, 1.32, 1.32, 4.14, 0.00, 2},
+    {192, 32, 17, 32, 2.80, 0.00, 1.26, 3.43, 2},
+    {64, 64, 33, 1024, 1.27, 1.02, 3.57, 0.00},  {64, 64, 33, 1024, 2.04, 1.02, 4.42, 0.00, 2},
+    {128, 64, 33, 1024, 1.60, 0.96, 2.44, 1.79}, {192, 64, 33, 1024, 1.71, 0.86, 2.45, 1.96},
+    {320, 64, 33, 512, 2.17, 0.53, 2.88, 2.17},  {384, 64, 33, 512, 1.88, 0.80, 3.90, 2.07},
+    {64, 128, 33, kAny, 1.49, 0.72, 5.55, 0.00},
+    {128, 128, 33, 512, 1.57, 0.44, 0.98, 5.06}, {128, 128, 513, kAny, 0.00, 1.26, 2.47, 3.96},
+    {192, 128, 33, 512, 1.78, 0.34, 1.15, 5.09}, {192, 128, 513, kAny, 0.00, 1.44, 0.83, 4.83},
+    {128, 256, 33, 512, 0.39, 2.39, 2.86, 8.52}, {128, 256, 513, kAny, 1.03, 2.02, 1.09, 9.08},
 };
 
 constexpr double kNever = 1e30;
@@ -84,19 +83,16 @@ double predicted(GemmSize const& s, WideTile const& t, int parts) {
 }
 
 double predicted(GemmSize const& s, RingTile const& t) {
-    // The copy engine is slow at rows that do not exist: no 128 tokens where 64 are enough at the end, and make a difference.
-    if (s.m > kMostRingTokens || (t.tokens == 128 && s.m <= 512 && (s.m - 1) % 128 < 64)) return kNever;
-    if ((t.tokens == 32) != (s.m <= 32)) return kNever;
-    sm90::RingGrid const grid = sm90::ring_grid(s.m, s.n, t.channels, t.tokens, s.sm_count);
-    if (grid.waves > 7) return kNever;  // CUTLASS's tiles hide their epilogues
+    // The copy engine is slow at rows that do not exist: no more of them than half a tile where it makes a difference.
+    bool const wasteful = t.tokens >= 128 && s.m <= 512 && (s.m - 1) % t.tokens < t.tokens / 2;
+    if (s.m < t.least_tokens || s.m > t.most_tokens || wasteful) return kNever;
+    sm90::RingGrid const grid = sm90::ring_grid(s.m, s.n, t.channels, t.tokens, s.sm_count / t.peers);
     int const blocks = t.peers * grid.channel_tiles * grid.token_tiles;
     if (t.peers > 1 && (blocks > s.sm_count || s.k < 128 * t.peers)) return kNever;
-    int strips = 0;                     // of the first block
-    for (int wave = 0; wave < grid.waves; ++wave) {
-        int const channel_tile = wave * s.sm_count / grid.token_tiles;
-        if (channel_tile < grid.channel_tiles) strips += grid.strips_of(channel_tile);
-    }
-    double const depth = grid.waves * t.wave_depth / t.peers + strips * t.strip_depth;
+    int strips = 0;  // of the first block
+    for (int tile = 0; tile < grid.channel_tiles * grid.token_tiles; tile += s.sm_count / t.peers)
+        strips += grid.strips_of(grid.channel_tile_of(tile));
+    double const depth = (grid.waves * t.wave_depth + strips * t.strip_depth) / t.peers;
     return t.fixed + grid.waves * t.wave + depth * s.k / 4096;
 }
 
@@ -105,12 +101,11 @@ double predicted_skinny(GemmSize const& s) {
     return 3.12 + 1.19 * ceil_div(ceil_div(s.n, 16), s.sm_count) * s.k / 4096;
 }
 
-GemmChoice wide_choice(GemmSize const& s) {
-    bool const few = s.m <= 32;
-    GemmChoice best = few ? skinny_choice(s) : GemmChoice{GemmKernel::kWide, 128, 256};
-    double least = few ? predicted_skinny(s) : kNever;
+GemmChoice wide_choice_int8(GemmSize const& s) {
+    GemmChoice best{GemmKernel::kWide, 128, 256};
+    double least = kNever;
     for (WideTile const& t : kWideTiles) {
-        if (few || s.m > t.most_tokens || s.m < t.least_tokens || s.int4_weight != (t.weight_bits == 4)) continue;
+        if (s.m > t.most_tokens || s.m < t.least_tokens) continue;
         for (int parts = t.least_parts; parts <= t.most_parts; ++parts) {
             double const us = predicted(s, t, parts);
             if (us >= least) continue;
@@ -119,8 +114,15 @@ GemmChoice wide_choice(GemmSize const& s) {
             best = {kernel, t.channels, t.tokens, t.most_parts > 1 ? parts : 0};
         }
     }
+    return best;
+}
+
+GemmChoice wide_choice_int4(GemmSize const& s) {
+    bool const few = s.m <= 32;
+    GemmChoice best = few ? skinny_choice(s) : GemmChoice{GemmKernel::kRing, 128, 256};
+    double least = few ? predicted_skinny(s) : kNever;
     for (RingTile const& t : kRingTiles) {
-        double const us = s.int4_weight ? predicted(s, t) : kNever;
+        double const us = predicted(s, t);
         if (us >= least) continue;
         least = us;
         best = {GemmKernel::kRing, t.channels, t.tokens, t.peers > 1 ? t.peers : 0};
@@ -175,11 +177,11 @@ GemmChoice choose_gemm(GemmSize const& s) {
         bool const fills = ceil_div(s.m, 128) * ceil_div(s.n, 256) >= s.sm_count;
         return {GemmKernel::kInt4Cores, 128, fills ? 256 : 128};
     }
-    // The CUTLASS kernels write 16-bit rows of 16-byte multiples.
+    // The wide kernels write 16-bit rows of 16-byte multiples.
     if (s.m <= 16 || (s.m <= 32 && !s.int4_weight)) return skinny_choice(s);
     if (s.capability != 90 || s.float32_out || !s.vector_rows)
         return tile_serves ? GemmChoice{GemmKernel::kTile} : skinny_choice(s);
-    return wide_choice(s);
+    return s.int4_weight ? wide_choice_int4(s) : wide_choice_int8(s);
 }
 
 }  // namespace quarot

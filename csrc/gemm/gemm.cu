@@ -90,20 +90,18 @@ cudaError_t gemm(GemmCall const& call, GemmChoice const& choice) {
             return int4 ? tile_int4(p) : cudaErrorInvalidValue;
         case GemmKernel::kWide: {
             Device const& device = current_device();
-            if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
+            if (!sixteen_bit || !vector_rows || int4 || device.capability != 90) return cudaErrorInvalidValue;
             sm90::GemmProblem problem = hopper_problem(call, device.multiprocessors);
             problem.swizzle = choice.c;
-            if (!int4) return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
-            return choice.b <= 128 ? sm90::w4a8_128x128_pingpong(problem) : sm90::w4a8_128x256(problem);
+            return choice.b <= 128 ? sm90::w8a8_128x128_pingpong(problem) : sm90::w8a8_128x256(problem);
         }
         case GemmKernel::kSplit: {
             Device const& device = current_device();
-            if (!sixteen_bit || !vector_rows || device.capability != 90) return cudaErrorInvalidValue;
-            if (choice.b != 64 || (int4 && choice.a != 64)) return cudaErrorInvalidValue;
+            if (!sixteen_bit || !vector_rows || int4 || device.capability != 90) return cudaErrorInvalidValue;
+            if (choice.b != 64) return cudaErrorInvalidValue;
             sm90::SplitProblem problem{hopper_problem(call, device.multiprocessors), choice.c, call.counters};
             problem.whole.swizzle = 1;  // tiles beyond the output would meet nobody
-            if (!int4) return choice.a <= 64 ? sm90::w8a8_64x64_split(problem) : sm90::w8a8_128x64_split(problem);
-            return sm90::w4a8_64x64_split(problem);
+            return choice.a <= 64 ? sm90::w8a8_64x64_split(problem) : sm90::w8a8_128x64_split(problem);
         }
         case GemmKernel::kRing: {
             Device const& device = current_device();

@@ -26,18 +26,17 @@ TOKENS = [1, 2, 7, 8, 9, 16, 17, 31, 33, 64, 65, 127, 129, 257, 513]
 # kernel, a, b, c as in csrc/gemm/dispatch.h: every instantiation there is.
 SKINNY = [(0, 8, 16, 1), (0, 8, 16, 2), (0, 8, 32, 1), (0, 16, 16, 1), (0, 32, 16, 1), (0, 32, 8, 1)]
 ONE_ROW = [(0, 1, 16, 1), (0, 1, 32, 1)]
-WIDE = [(1, 128, 256, 0), (1, 128, 128, 0)]
-SPLIT = [(5, 64, 64, parts) for parts in (1, 2, 3, 4)]  # parts of K
 RING = [
     *((7, 64 * strips, tokens, 0) for tokens in (32, 64, 128) for strips in (1, 2, 3)),
     *((7, 64 * strips, 64, 0) for strips in (5, 6)),
+    (7, 128, 256, 0),
 ]
-RING_PAIRS = [(7, 64, 32, 2), (7, 64, 64, 2)]  # two blocks share the K of a tile
+RING_PAIRS = [(7, 64, 32, 2), (7, 64, 64, 2), (7, 192, 32, 2)]  # two blocks share the K of a tile
 TILE = [(4, 0, 0, 0)]
 WIDE_GROUPS = [(6, 128, 128, 0), (6, 64, 128, 0), (6, 64, 64, 0), (6, 64, 32, 0)]
 SKINNY_INT8 = [(0, 8, 16, 2), (0, 16, 16, 1), (0, 32, 16, 1)]
 WIDE_INT8 = [(1, 128, 256, 0), (1, 128, 128, 0)]
-SPLIT_INT8 = [(5, *tile, parts) for tile in ((64, 64), (128, 64)) for parts in (1, 2, 3, 4)]
+SPLIT_INT8 = [(5, *tile, parts) for tile in ((64, 64), (128, 64)) for parts in (1, 2, 3, 4)]  # parts of K
 INT4_CORES = [(3, 64, 128, 0), (3, 128, 128, 0), (3, 128, 256, 0)]
 
 
@@ -146,8 +145,8 @@ def test_every_kernel(m, n, k):
     qweight = pack_int4_tiles(weight)
     for dtype in (torch.float16, torch.bfloat16):
         want = exact(codes, row_scale, weight, weight_scale, bias, dtype)
-        split, split_int8 = ([t for t in every if k % (32 * t[3]) == 0] for every in (SPLIT, SPLIT_INT8))
-        for tactic in SKINNY + WIDE + split + RING + pairs(m, n, k) + TILE:
+        split_int8 = [t for t in SPLIT_INT8 if k % (32 * t[3]) == 0]
+        for tactic in SKINNY + RING + pairs(m, n, k) + TILE:
             got = gemm_launch.launch(
                 codes, row_scale, qweight, weight_scale, bias, dtype, weight_format=0, tactic=tactic
             )
@@ -229,15 +228,14 @@ def test_group_scales_of_any_size(m):
 def test_blocks_that_share_a_tile_meet_again_and_again(m):
     """Counters are left zero: by every launch of a chain, on two streams at once, and by the replays of a graph."""
     codes, row_scale, weight, weight_scale, bias = problem(m, 512, 4096)
-    qweight = pack_int4_tiles(weight)
     want = exact(codes, row_scale, weight, weight_scale, bias, torch.float16)
 
     def run(tactic):
         return gemm_launch.launch(
-            codes, row_scale, qweight, weight_scale, bias, torch.float16, weight_format=0, tactic=tactic
+            codes, row_scale, weight, weight_scale, bias, torch.float16, weight_format=1, tactic=tactic
         )
 
-    parted = [tactic for tactic in SPLIT if tactic[3] in (2, 4)]
+    parted = [tactic for tactic in SPLIT_INT8 if tactic[3] in (2, 4)]
     streams = [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     outs = []
@@ -392,7 +390,7 @@ def test_memory_behind_the_tokens_is_read_and_does_not_matter(m):
     for rows in (m, m + 7, 512):
         longer = torch.full((rows, 1024), 99, dtype=torch.int8, device="cuda")
         longer[:m] = codes
-        for form, w, tactics in ((0, qweight, WIDE + SPLIT + RING), (1, weight, WIDE_INT8 + SPLIT_INT8)):
+        for form, w, tactics in ((0, qweight, RING), (1, weight, WIDE_INT8 + SPLIT_INT8)):
             for tactic in tactics:
                 if tactic[0] == 5 and 1024 % (32 * tactic[3]):
                     continue
@@ -477,11 +475,9 @@ def test_operands_at_odd_places(m):
     for offset in (1, 3):
         vectors = [moved(t, offset) for t in (weight_scale, bias)]
         rows = moved(row_scale, offset)
-        int4, int8 = SKINNY + WIDE + SPLIT + RING + TILE, SKINNY_INT8 + WIDE_INT8
+        int4, int8 = SKINNY + RING + TILE, SKINNY_INT8 + WIDE_INT8
         for form, w, tactics in ((0, qweight, int4), (1, weight, int8)):
             for tactic in tactics:
-                if tactic[0] == 5 and 1024 % (32 * tactic[3]):
-                    continue
                 got = gemm_launch.launch(
                     codes, rows, moved(w, offset), *vectors, torch.float16, weight_format=form, tactic=tactic
                 )

@@ -20,6 +20,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <type_traits>
 
 namespace quarot::sm90 {
 
@@ -31,7 +32,7 @@ struct RingProblem {
     int chunks;  // of K
     int strips, channel_tiles, token_tiles;  // a strip is 64 channels
     int box_strips;                          // of the largest channel tile
-    int token_group;                         // token tiles that run next to each other, so that they find the weights in L2
+    int token_group;                         // RingGrid
     bool bf16;
 };
 
@@ -109,16 +110,20 @@ __device__ __forceinline__ void init_ring(uint32_t base, int full_arrivals, int 
 
 /// The copies of all weights that this block takes, by one warp. Two warps fill the ring, because one issues a copy only
 /// every 180 clocks, and the codes of the first stages would come late.
-template <class R>
+///
+/// EARLY: so many chunks before the wait and the rest behind it, so that the first codes find the way free; 0 is all.
+template <class R, int EARLY = 0>
 __device__ __forceinline__ void produce_weights(uint32_t base, RingProblem const& p, CUtensorMap const& map) {
     bool const leader = elect_one();
     if (leader) prefetch_map(map);
     int const tiles = p.channel_tiles * p.token_tiles;
     Position<R> at;
     BlockShare const share = block_share<R>(p);
+    int early = EARLY;
     for (int index = share.first; index < tiles; index += share.step) {
         Tile const tile = tile_at<R>(p, index);
         for (int chunk = share.begin; chunk < share.end; ++chunk, at.advance()) {
+            if (EARLY > 0 && early-- == 0) pdl_wait();
             mbarrier_wait(empty_barrier<R>(base, at.stage), at.parity ^ 1);
             if (leader) {
                 mbarrier_expect(full_barrier<R>(base, at.stage), p.box_strips * 32 * R::kChunk);
@@ -176,7 +181,7 @@ __device__ __forceinline__ void load_shared_16(uint32_t (&four)[4], uint32_t sha
                  : "memory");
 }
 
-/// 16 times the weights as bytes, an operand of wgmma (nibble_convert.h).
+/// 16 times the weights as bytes, an operand of wgmma: the low nibbles are rows 0-7 of the atom, the high ones rows 8-15.
 __device__ __forceinline__ void widen_weights(uint32_t (&weights)[4], uint32_t const (&packed)[2]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -185,11 +190,14 @@ __device__ __forceinline__ void widen_weights(uint32_t (&weights)[4], uint32_t c
     }
 }
 
-__device__ __forceinline__ uint32_t pack_16_bit(float2 value, bool bf16) {
-    // Both are computed and one is selected: cheaper than a branch.
-    __nv_bfloat162 const bf16_pair = __floats2bfloat162_rn(value.x, value.y);
-    __half2 const half_pair = __floats2half2_rn(value.x, value.y);
-    return bf16 ? reinterpret_cast<uint32_t const&>(bf16_pair) : reinterpret_cast<uint32_t const&>(half_pair);
+template <bool BF16>
+__device__ __forceinline__ uint32_t pack_16_bit(float2 value) {
+    if constexpr (BF16) {
+        __nv_bfloat162 const pair = __floats2bfloat162_rn(value.x, value.y);
+        return reinterpret_cast<uint32_t const&>(pair);
+    }
+    __half2 const pair = __floats2half2_rn(value.x, value.y);
+    return reinterpret_cast<uint32_t const&>(pair);
 }
 
 /// Bias of this lane's two channels; without one -0.0f: x + -0.0f is x, bit for bit.
@@ -199,39 +207,57 @@ __device__ __forceinline__ void load_bias(float (&bias)[2], RingProblem const& p
         bias[half] = p.bias != nullptr && channel + 8 * half < p.n ? p.bias[channel + 8 * half] : -0.0f;
 }
 
+/// Tokens of one store: the first ones are on their way while the next ones are converted.
+constexpr int kStoredTokens = 64;
+
 /// A warpgroup's 64 channels x TOKENS tokens to shared memory at `out` (token rows of 64 channels, swizzled by 16 bytes),
 /// from where the copy engine stores them to column `channel`, row `token`. `scales(j)` gives whatever `value` needs to
 /// know of the tokens 8j + 2 (lane % 4) + {0, 1}, `value(j, high, scales(j))` their outputs for channel
-/// 16 warp + lane / 4 + 8 high. `barrier` is a named barrier of the warpgroup.
-template <int TOKENS, class Scales, class Value>
+/// 16 warp + lane / 4 + 8 high. `barrier` is a named barrier of the warpgroup. Shared memory holds HELD of the tokens.
+template <int TOKENS, int HELD, class Scales, class Value>
 __device__ __forceinline__ void store_tile(CUtensorMap const& map, uint32_t out, int channel, int token, int barrier,
                                            bool bf16, Scales scales, Value value) {
     int const warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
     if (warp == 0 && lane == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
     named_barrier(barrier, 128);  // the tile before has left shared memory
+    constexpr int kPiece = std::min(TOKENS, kStoredTokens), kOthers = HELD / kPiece - 1;
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; j += 2) {  // eight tokens each
-        uint32_t packed[4];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            auto const scale = scales(j + i);
-#pragma unroll
-            for (int high = 0; high < 2; ++high) packed[2 * i + high] = pack_16_bit(value(j + i, high, scale), bf16);
+    for (int first = 0; first < TOKENS; first += kPiece) {
+        if (first >= HELD) {  // so has the piece that was where this one goes
+            if (warp == 0 && lane == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kOthers) : "memory");
+            named_barrier(barrier, 128);
         }
-        int const row = (j + lane / 16) * 8 + lane % 8, vector = 2 * warp + lane / 8 % 2;
-        uint32_t const target = out + row * 128 + (vector ^ row % 8) * 16;
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(target),
-                     "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
-                     : "memory");
+        auto const convert = [&](auto is_bf16) {
+#pragma unroll
+            for (int j = first / 8; j < (first + kPiece) / 8; j += 2) {  // eight tokens each
+                uint32_t packed[4];
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    auto const scale = scales(j + i);
+#pragma unroll
+                    for (int high = 0; high < 2; ++high)
+                        packed[2 * i + high] = pack_16_bit<decltype(is_bf16)::value>(value(j + i, high, scale));
+                }
+                int const row = (j % (HELD / 8) + lane / 16) * 8 + lane % 8, vector = 2 * warp + lane / 8 % 2;
+                uint32_t const target = out + row * 128 + (vector ^ row % 8) * 16;
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(target),
+                             "r"(packed[0]), "r"(packed[1]), "r"(packed[2]), "r"(packed[3])
+                             : "memory");
+            }
+        };
+        if (bf16)  // one branch, not two conversions of every value
+            convert(std::true_type{});
+        else
+            convert(std::false_type{});
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        named_barrier(barrier, 128);
+        if (warp == 0 && lane == 0) store_2d(map, out + first % HELD * 128, channel, token + first);
     }
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    named_barrier(barrier, 128);
-    if (warp == 0 && lane == 0) store_2d(map, out, channel, token);
 }
 
 /// By every consumer thread before it ends: what was stored has to have been read.
 __device__ __forceinline__ void finish_stores() {
-    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    if (threadIdx.x % 128 == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 /// Fills `maps` and `problem`.
@@ -247,7 +273,7 @@ cudaError_t describe(GemmProblem const& p, RingGrid const& grid, RingMaps& maps,
     problem.channel_tiles = grid.channel_tiles;
     problem.token_tiles = grid.token_tiles;
     problem.box_strips = grid.strips_of(0);
-    problem.token_group = std::min(8, problem.token_tiles);
+    problem.token_group = grid.token_group();
     problem.bf16 = p.bf16;
     // Rows that may be read are said to exist: the copy engine is slower at filling in zeros.
     int const rows = std::max(p.m, std::min(problem.token_tiles * R::kTokens, p.readable_rows));
@@ -262,7 +288,8 @@ cudaError_t describe(GemmProblem const& p, RingGrid const& grid, RingMaps& maps,
                             CU_TENSOR_MAP_SWIZZLE_NONE);
     if (error != cudaSuccess) return error;
     return make_tensor_map(maps.out, CU_TENSOR_MAP_DATA_TYPE_UINT16, p.out,
-                           {{uint64_t(p.n), 0, 64}, {uint64_t(p.m), uint64_t(p.ldd) * 2, R::kOutTokens}},
+                           {{uint64_t(p.n), 0, 64},
+                            {uint64_t(p.m), uint64_t(p.ldd) * 2, uint32_t(std::min(R::kOutTokens, kStoredTokens))}},
                            CU_TENSOR_MAP_SWIZZLE_128B);
 }
 

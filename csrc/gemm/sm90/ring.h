@@ -12,6 +12,13 @@ struct RingGrid {
     int strips, channel_tiles, token_tiles;
     int waves;  ///< of one block an SM
 
+    /// Token tiles that run next to each other, so that they find the weights in L2.
+    constexpr int token_group() const { return std::min(8, token_tiles); }
+    constexpr int channel_tile_of(int tile) const {
+        int const per_group = token_group() * channel_tiles, before = tile / per_group * token_group();
+        return tile % per_group / std::min(token_group(), token_tiles - before);
+    }
+
     /// The first `strips % channel_tiles` channel tiles are the larger ones.
     constexpr int strips_of(int channel_tile) const {
         return strips / channel_tiles + (channel_tile < strips % channel_tiles);

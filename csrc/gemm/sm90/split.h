@@ -22,8 +22,6 @@ constexpr std::size_t split_workspace(GemmProblem const& p, int channels, int to
     return parts > 1 ? std::size_t(split_tiles(p, channels, tokens)) * parts * channels * tokens * 4 : 0;
 }
 
-cudaError_t w4a8_64x64_split(SplitProblem const& p);
-
 cudaError_t w8a8_64x64_split(SplitProblem const& p);
 cudaError_t w8a8_128x64_split(SplitProblem const& p);
 

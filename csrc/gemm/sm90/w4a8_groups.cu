@@ -192,7 +192,8 @@ __global__ void __launch_bounds__(Ring<CHUNK, TOKENS, CONSUMERS>::kThreads, Ring
             return float2{__fadd_rn(__fmul_rn(sums[0], scale.x), bias[high]),
                           __fadd_rn(__fmul_rn(sums[1], scale.y), bias[high])};
         };
-        store_tile<TOKENS>(out_map, out, tile.channel + consumer * 64, tile.token, 1 + consumer, p.bf16, scales, value);
+        store_tile<TOKENS, TOKENS>(out_map, out, tile.channel + consumer * 64, tile.token, 1 + consumer, p.bf16, scales,
+                                   value);
     }
     finish_stores();
 }

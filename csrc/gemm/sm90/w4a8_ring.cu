@@ -14,19 +14,22 @@
 namespace quarot::sm90 {
 namespace {
 
-/// Shared memory beside the ring, for each strip: an output [TOKENS][64] of 16 bits, the tokens' scales, and with PARTS
+/// Shared memory beside the ring, for each strip: an output [kHeldTokens][64] of 16 bits, the tokens' scales, and with PARTS
 /// the sums of one part. GROUP: steps of 32 columns whose products are issued together. PEERS: blocks, a cluster.
 template <int TOKENS, int STRIPS, int PARTS, int GROUP, int PEERS = 1>
 struct Ring {
     static constexpr int kTokens = TOKENS, kStrips = STRIPS, kParts = PARTS, kGroup = GROUP, kChunk = 128;
     static constexpr int kPeers = PEERS, kOutTokens = TOKENS / PEERS;
+    static constexpr int kHeldTokens = std::min(128, kOutTokens);  // of the output, in shared memory at a time
     static constexpr int kChannels = 64 * STRIPS, kConsumers = STRIPS * PARTS, kThreads = 128 * (1 + kConsumers);
     static constexpr int kCodeBytes = TOKENS * kChunk, kWeightBytes = kChannels * kChunk / 2;
-    static constexpr int kOutBytes = TOKENS * 128, kScaleBytes = TOKENS * 4, kSumBytes = PARTS > 1 ? TOKENS * 256 : 0;
-    // The tiles of decode steps leave shared memory and registers for the small kernels before and behind them.
-    static constexpr bool kShares = TOKENS <= 64 && STRIPS <= 5;
-    static constexpr int kBudget = (kShares ? 211 : 227) * 1024, kAlignment = 1024;
-    static constexpr int kPeerBytes = PEERS > 1 ? kOutTokens * 256 + 16 : 0;  // sums of the other block, and a barrier
+    static constexpr int kOutBytes = kHeldTokens * 128, kScaleBytes = TOKENS * 4;
+    static constexpr int kSumBytes = PARTS > 1 ? TOKENS * 256 : 0;
+    // The tiles of decode steps leave shared memory and registers for the small kernels before and behind them, and the one
+    // tile of 128 tokens that leaves registers, shared memory for two blocks.
+    static constexpr bool kShares = TOKENS <= 64 && STRIPS <= 5, kSharesMemory = TOKENS == 128 && STRIPS == 1;
+    static constexpr int kBudget = (kShares ? 211 : kSharesMemory ? 200 : 227) * 1024, kAlignment = 1024;
+    static constexpr int kPeerBytes = PEERS > 1 ? STRIPS * (kOutTokens * 256 + 16) : 0;  // the other's sums, barriers
     static constexpr int kBesides = STRIPS * (kOutBytes + kScaleBytes + kSumBytes) + kPeerBytes + kAlignment;
     static constexpr int kStageBytes = kCodeBytes + kWeightBytes + 16;
     static constexpr int kStages = std::min(16, (kBudget - kBesides) / kStageBytes / PARTS * PARTS);
@@ -39,7 +42,7 @@ struct Ring {
     static constexpr int kPool = 65536 / kBound / 8 * 8 * (1 + kConsumers), kProducerRegisters = 24;
     static constexpr int kConsumerRegisters = std::min(240, (kPool - kProducerRegisters) / kConsumers / 8 * 8);
     static_assert(kBytes <= kBudget && kStages >= 4, "a ring that hides the latency of L2");
-    static_assert(PEERS == 1 || (PEERS == 2 && STRIPS == 1 && kOutTokens % 16 == 0), "what the meeting is written for");
+    static_assert(PEERS == 1 || (PEERS == 2 && kOutTokens % 16 == 0), "what the meeting is written for");
 };
 
 template <class R>
@@ -47,15 +50,16 @@ __global__ void __launch_bounds__(R::kBound, 1)
     ring_kernel(__grid_constant__ CUtensorMap const codes_map, __grid_constant__ CUtensorMap const weight_map,
                 __grid_constant__ CUtensorMap const out_map, RingProblem const p) {
     constexpr int kSteps = R::kChunk / 32, kGroup = R::kGroup, kSums = R::kTokens / 2;
+    constexpr int kScales = (R::kTokens + 127) / 128;  // of tokens, a thread
     extern __shared__ char raw[];
     uint32_t const base = ring_base<R>(raw);
     // A shuffle tells the compiler that the whole warp takes the same branch.
     int const warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     int const warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0) % 4, lane = threadIdx.x % 32;
-    uint32_t const from_peer = base + R::kPeer, peer_barrier = from_peer + R::kOutTokens * 256;
+    uint32_t const peer_barriers = base + R::kPeer + R::kStrips * R::kOutTokens * 256;
     if constexpr (R::kPeers > 1) {
         if (threadIdx.x == 0) {
-            mbarrier_init(peer_barrier, 1);
+            for (int strip = 0; strip < R::kStrips; ++strip) mbarrier_init(peer_barriers + 16 * strip, 1);
             fence_mbarrier_init();
         }
         cluster_arrive_relaxed();
@@ -64,7 +68,7 @@ __global__ void __launch_bounds__(R::kBound, 1)
 
     if (warpgroup == 0) {
         if (R::kConsumers > 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(R::kProducerRegisters));
-        if (warp == 0) produce_weights<R>(base, p, weight_map);
+        if (warp == 0) produce_weights<R, R::kTokens == 128 ? 3 : 0>(base, p, weight_map);
         if (warp == 1) produce_codes<R>(base, p, codes_map);
         if constexpr (R::kPeers > 1) cluster_wait();
         return;
@@ -76,6 +80,8 @@ __global__ void __launch_bounds__(R::kBound, 1)
     uint32_t const lane_weights = base + R::kWeights + own_16 * kSteps * 256 + lane * 8;
     uint32_t const out = base + R::kOut + consumer * R::kOutBytes;
     uint32_t const token_scales = base + R::kScales + consumer * R::kScaleBytes;
+    uint32_t const from_peer = base + R::kPeer + consumer * R::kOutTokens * 256 + thread * 16;
+    uint32_t const peer_barrier = peer_barriers + 16 * consumer;
     uint32_t const sums = base + R::kSums + consumer * R::kSumBytes + thread * 16;
     // Named barriers.
     int const stored = 1 + consumer, ready = 1 + R::kStrips + consumer, taken = 1 + 2 * R::kStrips + consumer;
@@ -91,6 +97,7 @@ __global__ void __launch_bounds__(R::kBound, 1)
     };
     int next = part, end = 0;  // chunks since the beginning: the next one of this part, the end of the tile
     bool owed = false;         // the other part has not said yet that it took the sums
+    bool met = false;          // the other block
     BlockShare const share = block_share<R>(p);
     for (int index = share.first; index < p.channel_tiles * p.token_tiles; index += share.step) {
         Tile const tile = tile_at<R>(p, index);
@@ -105,7 +112,9 @@ __global__ void __launch_bounds__(R::kBound, 1)
             continue;
         }
         // Asked for now, used at the end. Rows past the end take the last one's scale and are not stored.
-        float const token_scale = p.row_scale[min(tile.token + thread, p.m - 1)];
+        float token_scale[kScales];
+#pragma unroll
+        for (int i = 0; i < kScales; ++i) token_scale[i] = p.row_scale[min(tile.token + thread + 128 * i, p.m - 1)];
         int const channel = tile.channel + own_16 * 16 + lane / 4;
         float scale[2], bias[2];
 #pragma unroll
@@ -165,7 +174,7 @@ __global__ void __launch_bounds__(R::kBound, 1)
                     multiply(odd, left != count, 0, true);
                     multiply(even, false, kGroup, true);
                 }
-                multiply(odd, left != count, 0, false);
+                    multiply(odd, left != count, 0, false);
                 wgmma_wait<0>();
             }
             pin(acc);
@@ -199,6 +208,7 @@ __global__ void __launch_bounds__(R::kBound, 1)
             int const peer = blockIdx.x % 2;
             if (thread == 0) expect_remote(peer_barrier, R::kOutTokens * 256);
             cluster_wait();  // the other block has started: its shared memory may be written
+            met = true;
 #pragma unroll
             for (int i = 0; i < kHalf; ++i) {
                 uint32_t const low = acc[i], high = acc[kHalf + i];
@@ -206,20 +216,23 @@ __global__ void __launch_bounds__(R::kBound, 1)
             }
 #pragma unroll
             for (int i = 0; i < kHalf; i += 4)
-                store_remote(from_peer + thread * 16 + i * 512, peer_barrier, peer ^ 1,
+                store_remote(from_peer + i * 512, peer_barrier, peer ^ 1,
                              make_uint4(acc[kHalf + i], acc[kHalf + i + 1], acc[kHalf + i + 2], acc[kHalf + i + 3]));
             wait_remote(peer_barrier);
 #pragma unroll
             for (int i = 0; i < kHalf; i += 4) {
                 uint32_t other[4];
-                load_shared_16(other, from_peer + thread * 16 + i * 512);
+                load_shared_16(other, from_peer + i * 512);
 #pragma unroll
                 for (int j = 0; j < 4; ++j) acc[i + j] += other[j];
             }
             first_token = peer * R::kOutTokens;
         }
-        if (thread < R::kTokens)
-            asm volatile("st.shared.f32 [%0], %1;" ::"r"(token_scales + thread * 4), "f"(token_scale) : "memory");
+#pragma unroll
+        for (int i = 0; i < kScales; ++i)
+            if (thread < R::kTokens)
+                asm volatile("st.shared.f32 [%0], %1;" ::"r"(token_scales + (thread + 128 * i) * 4), "f"(token_scale[i])
+                             : "memory");
         auto const scales = [&](int j) {
             float2 both;
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
@@ -235,11 +248,11 @@ __global__ void __launch_bounds__(R::kBound, 1)
             };
             return float2{one(acc[4 * j + 2 * high], of_tokens.x), one(acc[4 * j + 2 * high + 1], of_tokens.y)};
         };
-        store_tile<R::kOutTokens>(out_map, out, tile.channel + consumer * 64, tile.token + first_token, stored, p.bf16,
-                                  scales, value);
+        store_tile<R::kOutTokens, R::kHeldTokens>(out_map, out, tile.channel + consumer * 64, tile.token + first_token,
+                                                  stored, p.bf16, scales, value);
     }
     if constexpr (R::kPeers > 1)
-        if (part != 0) cluster_wait();
+        if (!met) cluster_wait();
     if (owed) named_barrier(taken, 256);
     finish_stores();
 }
@@ -247,10 +260,9 @@ __global__ void __launch_bounds__(R::kBound, 1)
 template <int TOKENS, int STRIPS, int PARTS, int GROUP, int PEERS = 1>
 cudaError_t run(GemmProblem const& p) {
     using R = Ring<TOKENS, STRIPS, PARTS, GROUP, PEERS>;
-    static_assert(TOKENS <= 128);  // a thread has the scale of one
     RingMaps maps;
     RingProblem problem;
-    RingGrid const grid = ring_grid(p.m, p.n, R::kChannels, TOKENS, p.sm_count);
+    RingGrid const grid = ring_grid(p.m, p.n, R::kChannels, TOKENS, p.sm_count / PEERS);
     cudaError_t const error = describe<R>(p, grid, maps, problem);
     if (error != cudaSuccess) return error;
     int const tiles = grid.channel_tiles * grid.token_tiles;
@@ -265,9 +277,10 @@ cudaError_t run(GemmProblem const& p) {
 cudaError_t w4a8_ring(GemmProblem const& p, int channels, int tokens, int peers) {
     if (p.ldd % 8 != 0 || p.k % 32 != 0) return cudaErrorInvalidValue;
     if (peers > 1) {
-        if (peers != 2 || channels != 64) return cudaErrorInvalidValue;
-        if (tokens == 32) return run<32, 1, 2, 4, 2>(p);
-        return tokens == 64 ? run<64, 1, 2, 4, 2>(p) : cudaErrorInvalidValue;
+        if (peers != 2) return cudaErrorInvalidValue;
+        if (tokens == 32 && channels == 64) return run<32, 1, 2, 4, 2>(p);
+        if (tokens == 32 && channels == 192) return run<32, 3, 1, 4, 2>(p);
+        return tokens == 64 && channels == 64 ? run<64, 1, 2, 4, 2>(p) : cudaErrorInvalidValue;
     }
     // Few tokens keep a warpgroup busy for less long, so more products are prepared at once, as registers allow.
     if (tokens == 32) switch (channels) {
@@ -287,7 +300,7 @@ cudaError_t w4a8_ring(GemmProblem const& p, int channels, int tokens, int peers)
             case 128: return run<128, 2, 1, 2>(p);
             case 192: return run<128, 3, 1, 2>(p);
         }
-    return cudaErrorInvalidValue;
+    return tokens == 256 && channels == 128 ? run<256, 2, 1, 2>(p) : cudaErrorInvalidValue;
 }
 
 }  // namespace quarot::sm90

@@ -1,4 +1,4 @@
-// int8 weights, 128 channels x 128 tokens; see w4a8_128x128_pingpong.cu for when this tile is the right one.
+// int8 weights, 128 channels x 128 tokens, two consumer warpgroups on alternate tiles: where wider tiles leave SMs idle.
 #include "gemm/sm90/kernels.h"
 #include "gemm/sm90/w8a8_ss.h"
 

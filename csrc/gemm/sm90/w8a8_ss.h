@@ -1,5 +1,8 @@
 // Hopper GEMM: int8 weights x int8 activations, both through shared memory (wgmma SS) -> int32 -> scales -> 16-bit
-// output. Same orientation and epilogue as w4a8_rs.h: out^T[N, M] = W[N, K] X[M, K]^T.
+// output.
+//
+// CUTLASS computes out^T[N, M] = W[N, K] X[M, K]^T, so weights are the "A" operand and tokens the "N" extent: the number of
+// tokens needs neither padding nor alignment. One source file instantiates one tile (each takes minutes to compile).
 #pragma once
 
 #define CUTLASS_ENABLE_GDC_FOR_SM90 1  // griddepcontrol.wait inside the kernel, so that it may be launched early (PDL)

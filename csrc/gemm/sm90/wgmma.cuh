@@ -52,6 +52,10 @@ template <>
 struct WgmmaOf<128> {
     using Type = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN;
 };
+template <>
+struct WgmmaOf<256> {
+    using Type = cute::SM90::GMMA::MMA_64x256x32_S32S8S8_RS_TN;
+};
 
 /// acc = (or, with `add`, +=) a[64 x 32] * b[TOKENS x 32]^T, int32. Asynchronous: see `wgmma_wait`.
 ///
