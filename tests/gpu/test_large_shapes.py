@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
+import os
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -24,7 +27,7 @@ from quarot.ops.silu_mul_hadamard_quantize import silu_mul_hadamard_quantize
 from quarot.quantization.packing import pack_int4_tiles, unpack_int4_tiles
 
 BYTES = 24 * 2**30
-"""Of the largest test, with room for others that run beside it."""
+"""Of the largest test."""
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or registry.extension() is None or torch.cuda.mem_get_info()[0] < 2 * BYTES,
@@ -33,10 +36,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(autouse=True)
-def give_back() -> Iterator[None]:
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
+def alone() -> Iterator[None]:
+    """One of these tests at a time, whatever process it is in; its memory is given back."""
+    with open(os.path.join(tempfile.gettempdir(), f"quarot-large-shapes-{os.getuid()}"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def integers(*shape: int) -> torch.Tensor:
