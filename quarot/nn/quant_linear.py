@@ -23,7 +23,7 @@ from quarot.quantization.packing import pack_int8
 from quarot.quantization.storage import load, store, stored_shape
 from quarot.rotation.spec import HadamardSpec
 
-_SETTINGS = ("a_bits", "a_clip", "a_group_size", "input_rotation")
+SETTINGS = ("a_bits", "a_clip", "a_group_size", "input_rotation")
 """How a layer rounds its input."""
 
 
@@ -55,7 +55,7 @@ class QuantLinear(nn.Module):
     """How often parameters of any layer were moved, assigned or joined: who keeps many addresses looks here first."""
 
     changes = 0
-    """How often one of ``_SETTINGS`` was set, of any layer: who keeps what they were looks here first."""
+    """How often one of ``SETTINGS`` was set, of any layer: who keeps what they were looks here first."""
 
     def __init__(
         self,
@@ -235,7 +235,7 @@ class QuantLinear(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        if name in _SETTINGS:
+        if name in SETTINGS:
             QuantLinear.changes += 1
 
     def _moved(self) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from quarot.nn.quant_linear import QuantLinear
+from quarot.nn.quant_linear import SETTINGS, QuantLinear
 
 
 class SettingsWatch:
@@ -24,7 +25,7 @@ class SettingsWatch:
         return vars(self) | {"_changes": None}  # another process counts from 0
 
     def _now(self) -> list[tuple[Any, ...]]:
-        return [(layer.a_bits, layer.a_clip, layer.a_group_size, layer.input_rotation) for layer in self.layers]
+        return list(map(attrgetter(*SETTINGS), self.layers))
 
     def are_kept(self) -> bool:
         """Whether every layer has the settings it had."""

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -89,11 +90,15 @@ def tell_unused(
         alone = config.replace(ignore=[entry], overrides={}, lm_head_bits=16)
         if not any(map(alone.ignores, names)):
             logger.warning("ignore: %r matches no linear layer of this model, whose names are like %s", entry, names[0])
-    if any(c.w_bits < 16 and c.w_method == "gptq" for c in configs.values()):
-        return
-    defaults = QuarotConfig()
-    names = [field.name for field in dataclasses.fields(QuarotConfig) if field.name.startswith("gptq_")]
-    asked = {n: getattr(c, n) for c in configs.values() for n in names if getattr(c, n) != getattr(defaults, n)}
+    by_gptq = any(own.w_bits < 16 and own.w_method == "gptq" for own in configs.values())
+    asked = {} if by_gptq else {name: value for own in configs.values() for name, value in _gptq_fields(own).items()}
     if asked:
-        fields = ", ".join(f"{name}={value}" for name, value in asked.items())
-        logger.warning("%s: no effect, since no weight is rounded by GPTQ (w_method='gptq')", fields)
+        shown = ", ".join(f"{name}={value}" for name, value in asked.items())
+        logger.warning("%s: no effect, since no weight is rounded by GPTQ (w_method='gptq')", shown)
+
+
+def _gptq_fields(config: QuarotConfig) -> dict[str, Any]:
+    """Those that are not at their defaults."""
+    fields = [field.name for field in dataclasses.fields(QuarotConfig) if field.name.startswith("gptq_")]
+    defaults = QuarotConfig()
+    return {name: getattr(config, name) for name in fields if getattr(config, name) != getattr(defaults, name)}
