@@ -55,7 +55,7 @@ def candidates(m: int, n: int, k: int, group: int = 0, bits: int = 4) -> Iterato
                 yield WIDE_GROUPS, channels, tokens, 0
         return
     if m <= 64:
-        yield SKINNY, next(tokens for tokens in (8, 16, 32, 64) if m <= tokens or tokens == 32), 16, 1
+        yield SKINNY, 8 if m <= 8 else 16 if m <= 16 else 32, 16, 1
     if bits == 8:
         for swizzle in (0, 1) if m >= 1024 else (0,):  # as launch.h takes it, none
             yield WIDE, 128, 128, swizzle
