@@ -131,7 +131,7 @@ def test_one_row(k):
                     assert torch.equal(got, want), (n, tactic, dtype)
 
 
-def test_one_row_too_long_for_shared_memory():
+def test_one_row_too_long_for_its_kernel():
     codes, row_scale, weight, weight_scale, bias = problem(1, 64, 40000)
     got = gemm_w4a4(codes, row_scale, pack_int4_tiles(weight), weight_scale, bias, torch.float16, False)
     assert torch.equal(got, exact(codes, row_scale, weight, weight_scale, bias, torch.float16))
@@ -486,7 +486,7 @@ def test_operands_at_odd_places(m):
 
 @hopper
 def test_a_busy_gpu_changes_nothing():
-    """Two hundred times each kernel of few tokens, into poisoned outputs, beside a stream whose kernels take SMs."""
+    """Two hundred times kernels of 17 to 513 tokens, into poisoned outputs, beside a stream whose kernels take SMs."""
     cases = []
     for m in (17, 33, 64, 513):
         codes, row_scale, weight, weight_scale, bias = problem(m, 4096, 4096, seed=m)

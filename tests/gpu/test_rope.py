@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
         (3, 2, 1, 256, 128, True),
         (6, 17, 2, 256, 256, True),
     ],
-    ids=["llama", "smollm2", "qwen3", "partial", "partial-norm", "gemma3"],
+    ids=["llama", "smollm2", "qwen3", "partial", "partial-norm", "wide-norm"],
 )
 def test_rope_matches_float64(dtype, tokens, heads, kv_heads, head_dim, rotary_dim, norm):
     generator = torch.Generator(device="cuda").manual_seed(0)

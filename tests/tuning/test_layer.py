@@ -49,9 +49,7 @@ def test_an_interrupted_run_continues(rotated: nn.Module, tmp_path: Path, quanti
     assert first.config.quantization_config == again.config.quantization_config
 
 
-def test_layers_with_experts_are_left_alone(
-    tiny_model: Callable[..., nn.Module], caplog: pytest.LogCaptureFixture, quantize: Callable[..., Any]
-) -> None:
+def test_layers_with_experts_are_left_alone(tiny_model: Callable[..., nn.Module], quantize: Callable[..., Any]) -> None:
     """Of this model the first layer has experts and the second has none."""
     model = tiny_model("qwen3_moe")
     rotate_model(model, progress=False)
