@@ -11,7 +11,7 @@ namespace quarot {
 
 /// What the epilogue needs beyond its four inputs.
 struct DequantArguments {
-    float acc_multiplier = 1.0f;  ///< 1/16 where the nibble trick left 16*w in the accumulator (exact: a power of two)
+    float acc_multiplier = 1.0f;  ///< a power of two, so that the product is exact
     bool bf16 = false;            ///< store bfloat16 bits instead of float16 bits
 };
 

@@ -5,7 +5,7 @@ namespace quarot {
 
 enum class GemmKernel : int {
     kSkinny = 0,     ///< mma.sync, any architecture; a = tokens a pass, b = warps, c = blocks an SM
-    kWide = 1,       ///< sm_90a CUTLASS, int8 weights; a = channels, b = tokens of the tile, c = channel tiles in a row (0: by launch.h)
+    kWide = 1,       ///< sm_90a CUTLASS, int8 weights; a = channels, b = tokens of the tile, c = its swizzle (0: by launch.h)
     kGrouped = 2,    ///< mma.sync with one scale a group
     kInt4Cores = 3,  ///< sm_80/86/89 INT4 tensor cores on packed activations; a = tokens, b = channels of the tile
     kTile = 4,       ///< mma.sync for many tokens, int4 tiles, any architecture, group scales (multiples of 64) or none

@@ -35,8 +35,8 @@ constexpr bool kBulkCopies = true;
 constexpr bool kBulkCopies = false;
 #endif
 
-/// Activation codes in global memory, read chunk by chunk. The other inputs (prologue_*.cuh) make the codes in shared
-/// memory before the first product (`kMade`) and say how they lie there: row r of chunk i begins at i * chunk_stride +
+/// Activation codes in global memory, read chunk by chunk. The other inputs (prologue_*.cuh, sm90/one_row.cuh) have them in
+/// shared memory before the first product (`kMade`) and say how they lie there: row r of chunk i begins at i * chunk_stride +
 /// r * row_stride, its unit u unit_offset(u) bytes further on. code_bytes: of shared memory for so many rows. begin() runs
 /// ahead of the wait; make() behind it, and calls `meanwhile` as soon as it has asked for its (first) rows.
 struct StoredCodes {

@@ -1,5 +1,6 @@
 // The kernel behind skinny.h. Weights go from global memory straight into mma.sync operands; nothing but int32 partial
-// sums and the activations passes through shared memory. See NOTES.md for the design and the measurements.
+// sums, the activations and what weights are asked for early (weight_ring.cuh) passes through shared memory. See NOTES.md for
+// the design and the measurements.
 #pragma once
 
 #include "device/made_by_now.cuh"

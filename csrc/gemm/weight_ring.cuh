@@ -1,4 +1,4 @@
-// Weights on their way to a warp while its block waits for the kernel before and makes its codes.
+// Weights on their way to a warp while its block waits for the kernel before and makes its codes, or fetches them.
 //
 // Registers hold the first item (the weights of a strip and a chunk); the copy engine brings the next ones into shared memory,
 // where they cost neither registers nor L1.
@@ -15,7 +15,7 @@ class WeightRing {
     static constexpr int kItemBytes = UNITS * Weights::kUnitBytes, kBarrierBytes = 8;
 
    public:
-    static constexpr int kMostSlots = WARPS <= 16 ? 2 : 1;  // 64 KB of a block
+    static constexpr int kMostSlots = WARPS <= 16 ? 2 : 1;  // 64 KB of a block; a launch may say otherwise
 
     /// Of a block, in shared memory from a multiple of 128 on.
     static constexpr int bytes(int slots) { return WARPS * slots * (kItemBytes + kBarrierBytes); }

@@ -1,4 +1,4 @@
-// The problem description of the Hopper CUTLASS kernels; includes no CUTLASS.
+// The problem description of the Hopper GEMMs; includes no CUTLASS.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -140,7 +140,7 @@ private:
     SplitWorkspace split_;
 };
 
-/// The kernel of `Whole` (a W4A8 or W8A8) with K cut; BLOCKS of it have to fit the registers of an SM.
+/// The kernel of `Whole` (a W8A8) with K cut; BLOCKS of it have to fit the registers of an SM.
 template <class Whole, int BLOCKS>
 struct SplitK {
     using Epilogue = SplitKEpilogue<typename Whole::Epilogue>;
