@@ -27,7 +27,7 @@ model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 plan = quarot.rotate_model(model)
 print(plan.describe())
 
-# 8-bit activations are as fast on Hopper and keep a small model's sentences sane; a_bits=4 is the paper's recipe.
+# 8-bit activations cost next to nothing on Hopper and keep a small model's sentences sane; the paper has a_bits=4.
 quarot.quantize_model(
     model,
     a_bits=8,
