@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 import quarot
 from quarot.config import QuarotConfig
+from quarot.ops import hadamard_launch, registry
 from quarot.ops.registry import reference_backend
 from quarot.runtime.fused_decoder import uninstall
 from quarot.runtime.synthetic import random_quantized_model
@@ -42,6 +44,22 @@ def build(kind: str, dtype: torch.dtype = torch.float16, **fields):
 @pytest.fixture(params=_KINDS)
 def model(request):
     return build(request.param)
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """As where the extension was not built; whoever asks it all the same fails."""
+    tables = [hadamard_launch.plan_sm90, hadamard_launch._most_rows_of_heads]
+    for table in tables:
+        table.cache_clear()
+    ask = registry.extension
+    for user in [module for name, module in sys.modules.items() if name.startswith("quarot.ops.")]:
+        if user is not registry and getattr(user, "extension", None) is ask:
+            monkeypatch.setattr(user, "extension", lambda: None)
+    monkeypatch.setattr(registry, "device_reason", lambda index: "not built")
+    yield monkeypatch
+    for table in tables:
+        table.cache_clear()
 
 
 def prompt(rows: int, length: int) -> torch.Tensor:
@@ -205,6 +223,14 @@ def test_fused_stays_close_over_long_prompts(kind):
     # single one may be worth 0.2.
     for ours, theirs in three_ways(build(kind, dtype=torch.float32, a_bits=8), prompt(2, 130)):
         assert (ours - theirs).norm() <= 0.06 * theirs.norm()
+
+
+def test_a_gpu_without_kernels_runs_the_references(model, without_kernels):
+    ids = prompt(1, 20)
+    found = quarot.generate(model, ids, max_new_tokens=6, eos_token_id=())
+    without_kernels.undo()
+    with reference_backend():
+        assert torch.equal(found, quarot.generate(model, ids, max_new_tokens=6, eos_token_id=()))
 
 
 def test_long_generation_holds_no_memory(model):
