@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(R::kBound, 1)
                     multiply(odd, left != count, 0, true);
                     multiply(even, false, kGroup, true);
                 }
-                    multiply(odd, left != count, 0, false);
+                multiply(odd, left != count, 0, false);
                 wgmma_wait<0>();
             }
             pin(acc);
