@@ -47,8 +47,8 @@ def _perplexity(options: argparse.Namespace) -> dict[str, Any]:
 
     check_sizes(options.window, options.batch_size, options.max_windows)
     source = options.text or options.dataset or "wikitext2"
+    path = models.checked(models.resolve(options.model))
     text = load_text(source)
-    path = models.resolve(options.model)
     model, tokenizer = models.load(path, options), models.load_tokenizer(path)
     result = perplexity(
         model,

@@ -42,9 +42,9 @@ def run(options: argparse.Namespace) -> int:
     from quarot.evaluation import load_text
     from quarot.streaming.checkpoint import CannotStream
 
-    # The text first: a missing file must not cost a loaded and rotated model.
-    text = load_text(options.calibration, "train") if recipe.needs_calibration(config) else None
     path = models.checked(models.resolve(options.model))
+    # The text before the weights: a missing file must not cost a loaded and rotated model.
+    text = load_text(options.calibration, "train") if recipe.needs_calibration(config) else None
     start = time.monotonic()
     before = None
     if not (options.in_memory or options.offload or options.resume):

@@ -94,7 +94,8 @@ def tell_unused(
     asked = {} if by_gptq else {name: value for own in configs.values() for name, value in _gptq_fields(own).items()}
     if asked:
         shown = ", ".join(f"{name}={value}" for name, value in asked.items())
-        logger.warning("%s: no effect, since no weight is rounded by GPTQ (w_method='gptq')", shown)
+        recipe = f"w_method={config.w_method!r} and w_bits={config.w_bits}"
+        logger.warning("%s: no effect, since GPTQ rounds no weight with %s", shown, recipe)
 
 
 def _gptq_fields(config: QuarotConfig) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from quarot.cli import main
     ("arguments", "message"),
     [
         (["eval", "{missing}", "--text", "{text}"], "no such folder"),
+        (["eval", "{missing}", "--text", "{missing}"], "no such folder"),
+        (["quantize", "{missing}", "--out", "{out}", "--calibration", "{missing}"], "no such folder"),
         (["eval", "{empty}", "--text", "{text}"], "without config.json"),
         (["eval", "{model}", "--text", "{missing}"], "neither a text file"),
         (["eval", "{model}", "--text", "{text}", "--window", "100000"], "fewer than one window"),

@@ -76,4 +76,4 @@ def test_fields_of_gptq_without_gptq_are_told(
     else:
         assert len(found) == 1
         assert re.search(told, found[0])
-        assert "no weight is rounded by GPTQ" in found[0]
+        assert f"GPTQ rounds no weight with w_method={fields.get('w_method', 'gptq')!r}" in found[0]

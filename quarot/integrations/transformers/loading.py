@@ -41,6 +41,13 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
     try:
         with out_of_memory(f"loading {path}", lower):
             return AutoModelForCausalLM.from_pretrained(path, **kwargs)
+    except FileNotFoundError as error:
+        if not str(error.filename or error).count(".safetensors"):
+            raise
+        raise FileNotFoundError(
+            f"{path}: model.safetensors.index.json names a file that is missing ({error}); "
+            "copy or save the checkpoint again"
+        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}: model.safetensors.index.json is corrupt or truncated ({error}); copy or save the checkpoint again"
