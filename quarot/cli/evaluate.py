@@ -69,8 +69,8 @@ def _perplexity(options: argparse.Namespace) -> dict[str, Any]:
 def _tasks(options: argparse.Namespace) -> dict[str, Any]:
     from quarot.evaluation.zero_shot import parse_tasks, zero_shot
 
+    path = models.checked(models.resolve(options.model))
     tasks = parse_tasks(options.tasks)
-    path = models.resolve(options.model)
     model, tokenizer = models.load(path, options), models.load_tokenizer(path)
     scores = zero_shot(model, tokenizer, tasks, batch_size=options.batch_size, limit=options.limit)
     for name, score in scores.items():

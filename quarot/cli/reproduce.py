@@ -58,10 +58,10 @@ def run(options: argparse.Namespace) -> int:
     from quarot.evaluation.reproduced_table import markdown
     from quarot.evaluation.zero_shot import parse_tasks
 
-    tasks = parse_tasks(options.tasks) if options.tasks else None
-    text, calibration = load_text(options.text), load_text(options.calibration, "train")
     path = models.resolve(options.model)
     _check_original(path)
+    tasks = parse_tasks(options.tasks) if options.tasks else None
+    text, calibration = load_text(options.text), load_text(options.calibration, "train")
     reproduction = Reproduction(
         tables,
         lambda: models.load(path, options),
