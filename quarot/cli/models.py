@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from quarot.integrations.checkpoint_folder import check_source, read_config
+from quarot.integrations.checkpoint_folder import check_source, no_missing_shard, read_config
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -80,7 +80,8 @@ def load(path: str, options: argparse.Namespace, *, device: Any = None) -> Any:
     if (quantization_of(path) or {}).get("quant_method") == "quarot":
         model = quarot.load(path, **where)
     else:
-        model, found = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **where)
+        with no_missing_shard(path):
+            model, found = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True, **where)
         missing = sorted(found["missing_keys"])
         if missing:  # transformers has filled them with random numbers
             raise ValueError(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,20 @@ def check_source(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"{text} is a file; give the folder that holds the model")
     if folder.is_dir() and not (folder / CONFIG).is_file():
         raise ValueError(f"{text} is a folder without {CONFIG}: not a model")
+
+
+@contextmanager
+def no_missing_shard(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Say of a weight file that the index names and nobody finds what to do about it."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if ".safetensors" not in str(error):
+            raise
+        raise FileNotFoundError(
+            f"{path}: model.safetensors.index.json names a file that is missing ({error}); "
+            "copy or save the checkpoint again"
+        ) from None
 
 
 def read_config(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from quarot.architectures import architecture_of
-from quarot.integrations.checkpoint_folder import check_source, read_config
+from quarot.integrations.checkpoint_folder import check_source, no_missing_shard, read_config
 from quarot.integrations.safetensors_header import StoredTensor, read_header
 
 logger = logging.getLogger("quarot")
@@ -47,6 +47,7 @@ class Checkpoint:
     Raises:
         CannotStream: no safetensors files there, or nothing at all.
         ValueError: config.json, the index or a weight file is damaged.
+        FileNotFoundError: no such folder, or a weight file that the index names is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -62,8 +63,9 @@ class Checkpoint:
         else:
             raise CannotStream(f"{self.folder} has no model.safetensors, sharded or whole")
         self._stored: dict[str, StoredTensor] = {}
-        for name in sorted(set(self.files.values())):
-            self._stored |= read_header(self.folder / name)
+        with no_missing_shard(self.folder):
+            for name in sorted(set(self.files.values())):
+                self._stored |= read_header(self.folder / name)
 
     @property
     def nbytes(self) -> int:

@@ -1,5 +1,6 @@
 """What goes wrong on the command line: one line, the right exit status, nothing written, no traceback."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from quarot.cli import main
     [
         (["eval", "{missing}", "--text", "{text}"], "no such folder"),
         (["eval", "{missing}", "--text", "{missing}"], "no such folder"),
+        (["eval", "{missing}", "--tasks", "piqa={missing}"], "no such folder"),
         (["quantize", "{missing}", "--out", "{out}", "--calibration", "{missing}"], "no such folder"),
         (["eval", "{empty}", "--text", "{text}"], "without config.json"),
         (["eval", "{model}", "--text", "{missing}"], "neither a text file"),
@@ -127,6 +129,20 @@ def test_missing_tensors_are_not_made_up(command, model_folder, text_file, tmp_p
     assert main([command[0], str(copy), *(part.format(**places) for part in command[1:]), "--quiet"]) == 1
     assert f"lacks 1 tensors of a LlamaForCausalLM: {norm}; it is incomplete" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [["eval", "--text", "{text}"], ["quantize", "--out", "{out}", "--method", "rtn"]])
+def test_a_missing_shard_is_named(command, model_folder, text_file, tmp_path, capsys):
+    copy = shutil.copytree(model_folder, tmp_path / "copy")
+    names = list(load_file(copy / "model.safetensors"))
+    (copy / "model.safetensors").unlink()
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00001.safetensors")}
+    (copy / "model.safetensors.index.json").write_text(json.dumps(index))
+    places = {"text": text_file, "out": tmp_path / "out"}
+    assert main([command[0], str(copy), *(part.format(**places) for part in command[1:]), "--quiet"]) == 1
+    error = capsys.readouterr().err
+    assert "model-00001-of-00001.safetensors" in error
+    assert "copy or save the checkpoint again" in error
 
 
 def test_quiet_ends_with_the_command(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import json
 import os
 from typing import Any
 
-from quarot.integrations.checkpoint_folder import check_source, read_config
+from quarot.integrations.checkpoint_folder import check_source, no_missing_shard, read_config
 from quarot.memory import out_of_memory
 
 
@@ -39,15 +39,8 @@ def load(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         )
     lower = "what else is on the device, or spread the layers over devices with device_map='auto'"
     try:
-        with out_of_memory(f"loading {path}", lower):
+        with out_of_memory(f"loading {path}", lower), no_missing_shard(path):
             return AutoModelForCausalLM.from_pretrained(path, **kwargs)
-    except FileNotFoundError as error:
-        if not str(error.filename or error).count(".safetensors"):
-            raise
-        raise FileNotFoundError(
-            f"{path}: model.safetensors.index.json names a file that is missing ({error}); "
-            "copy or save the checkpoint again"
-        ) from None
     except json.JSONDecodeError as error:
         raise ValueError(
             f"{path}: model.safetensors.index.json is corrupt or truncated ({error}); copy or save the checkpoint again"
